@@ -24,6 +24,7 @@ NAMED = replace(
     GATHERED, rows=PAIRS, evaluated=replace(PAIRS, count=5, seed=2), metrics="", predicts="", ring=RingConfig(),
     arguments={"eval_strategy": "no"},
 )  # fmt: skip
+RANKED = {**ACCUMULATED, "learning_rate": 0.5, "eval_strategy": "no"}
 ALONE = {"average_tokens_across_devices": False}
 RUNS = [
     replace(GATHERED, why="weights by separators and places", kind=jobs.Weighs, arguments=ACCUMULATED),
@@ -37,8 +38,8 @@ RUNS = [
     replace(GATHERED, why="labels smoothed", arguments={"label_smoothing_factor": 0.1}),
     replace(GATHERED, why="counts of rings not averaged", kind=jobs.Weighs, arguments=ALONE),
     replace(GATHERED, why="checkpointed", kind=jobs.Weighs, arguments={"gradient_checkpointing": True}),
-    replace(GATHERED, why="recurrent layers", model="qwen3_5", kind=jobs.Weighs),
-    replace(NAMED, why="two kinds of rows", kind=jobs.Prefers, arguments={**ACCUMULATED, "learning_rate": 0.5, "eval_strategy": "no"}),
+    replace(GATHERED, why="recurrent layers", model="qwen3_5", kind=jobs.Weighs, arguments={"learning_rate": 1e-3}),
+    replace(NAMED, why="two kinds of rows", kind=jobs.Prefers, arguments=RANKED),
     replace(
         NAMED, why="a module around the model", kind=jobs.Retrieves, change=jobs.Retriever, rows=QUERIES,
         evaluated=replace(QUERIES, count=6, seed=2),

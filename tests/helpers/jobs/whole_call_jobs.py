@@ -1,0 +1,206 @@
+"""Loops of a program's own whose models get whole rows, for live ranks: in a ring, or without the plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import kl_div, normalize
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.batch.announce import loss_in_words
+from tests.helpers.jobs.plain_jobs import Batch, padded, tokens
+from tests.helpers.jobs.whole_row_jobs import SEPARATOR, next_token_losses
+from tests.helpers.models.tiny_models import tiny
+
+Loss = Callable[[Any, Batch], Tensor]
+
+
+def weighed(model: Any, batch: Batch) -> Tensor:
+    """Shifts by hand, weighs tokens by separators before them and by places, and divides by a count of its own."""
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    each = next_token_losses(model(**inputs).logits, batch["labels"])
+    weights = 1 + (batch["input_ids"] == SEPARATOR).cumsum(1)[:, 1:] + torch.linspace(0, 1, each.shape[1])
+    total: Tensor = (each * weights).sum() / (batch["labels"][:, 1:] != -100).sum()
+    return total
+
+
+def of_the_model(model: Any, batch: Batch) -> Tensor:
+    """The model's loss, and a spread of states over all rows."""
+    outputs = model(**batch, output_hidden_states=True)
+    total: Tensor = outputs.loss + outputs.hidden_states[1].std() + outputs.logits[:, -1].logsumexp(-1).mean()
+    return total
+
+
+def of_a_tuple(model: Any, batch: Batch) -> Tensor:
+    """Positional inputs, and outputs without names."""
+    mask = torch.ones_like(batch["input_ids"])
+    loss, logits = model(batch["input_ids"], mask, labels=batch["labels"], return_dict=False)[:2]
+    total: Tensor = loss + logits.roll(1, 1).square().mean()
+    return total
+
+
+def of_two_calls(model: Any, batch: Batch) -> Tensor:
+    """Rows of two lengths, one of them as long as a rank's share of the other."""
+    ids = batch["input_ids"]
+    longer, shorter = model(input_ids=ids).logits, model(input_ids=ids[:, : (ids.shape[1] + 1) // 2].flip(1)).logits
+    total: Tensor = longer.logsumexp(-1).max(1).values.sum() - shorter[:, 0].log_softmax(-1)[:, 5].sum()
+    return total
+
+
+def of_kept_logits(model: Any, batch: Batch) -> Tensor:
+    """The head makes logits of the last tokens only, and of some."""
+    ids = batch["input_ids"]
+    last, some = model(ids, logits_to_keep=3).logits, model(input_ids=ids, logits_to_keep=torch.tensor([2, 11])).logits
+    assert last.shape[1] == 3
+    assert some.shape[1] == 2
+    total: Tensor = last.logsumexp(-1).square().sum() + some.softmax(-1).square().sum()
+    return total
+
+
+def of_embeddings(model: Any, batch: Batch) -> Tensor:
+    """Pools the states of a base model over each row, and compares rows."""
+    states = model(**{name: x for name, x in batch.items() if name != "labels"}).last_hidden_state
+    mask = batch["attention_mask"][..., None]
+    pooled = normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+    return (pooled @ pooled.T).exp().sum()
+
+
+def distilled(model: Any, batch: Batch) -> Tensor:
+    """A teacher that is no model of the ring, and text that the student generates on the way."""
+    teacher: Any = tiny("llama", "eager", num_hidden_layers=1).to(next(model.parameters()).dtype)
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        wanted = teacher(ids).logits.softmax(-1)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        text = inner.generate(ids[:, :5], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert text.shape == (2, 9)
+    again = torch.cat([ids, text], 1)
+    of_text = next_token_losses(model(input_ids=again).logits, again).mean()
+    return kl_div(model(input_ids=ids).logits.log_softmax(-1), wanted, reduction="batchmean") + of_text
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A loss and how its model is wrapped, and why it is here.
+
+    Args:
+        wrap: "", "DDP", "FSDP2", "compiled", "compiled in place", "LoRA" or "checkpointed". base: without its head.
+    """
+
+    why: str
+    loss: Loss
+    model: str = "llama"
+    wrap: str = ""
+    base: bool = False
+    batch: Batch = field(default_factory=lambda: tokens(23))
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass
+class Answer:
+    """The loss, and gradients by name."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def made(case: Case, in_ring: bool) -> tuple[Any, Any]:
+    """The model, and what the program calls."""
+    model: Any = tiny(case.model, "ring_fp32" if in_ring else None)
+    model.to(case.dtype).config.use_cache = False  # else documents see each other without a ring
+    model = model.model if case.base else model
+    if case.wrap == "LoRA":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(5)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    if case.wrap == "checkpointed":
+        model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    if case.wrap == "compiled in place":
+        model.compile(backend="eager")
+    if not in_ring:
+        return model, torch.compile(model, backend="eager") if case.wrap == "compiled" else model
+    if case.wrap == "FSDP2":
+        for part in (*model.model.layers, model):
+            fully_shard(part)
+    wraps: dict[str, Callable[[Any], Any]] = {
+        "DDP": DistributedDataParallel, "compiled": lambda model: torch.compile(model, backend="eager"),
+    }  # fmt: skip
+    return model, wraps.get(case.wrap, lambda model: model)(model)
+
+
+def answer(case: Case, in_ring: bool = True) -> Answer:
+    """The loss and the gradients on this rank; or without the plugin."""
+    torch.manual_seed(0)
+    model, called = made(case, in_ring)
+    with hf_ring_attn.whole_rows(called) if in_ring else nullcontext() as rows:
+        loss = case.loss(called, case.batch)
+    loss.backward()
+    if rows is not None and case.wrap not in ("DDP", "FSDP2"):
+        rows.reduce_gradients(model)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()}
+    return Answer(loss.detach(), whole)
+
+
+class Around(nn.Module):
+    """A program's own module around a transformers model, with a weight of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner, self.scale = model, nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, rows: Batch) -> Tensor:
+        return self.scale * weighed(self.inner, rows)
+
+
+def around(wrap: str, in_ring: bool = True) -> Answer:
+    torch.manual_seed(0)
+    module: Any = Around(tiny("llama", "ring_fp32" if in_ring else None).double())
+    called = DistributedDataParallel(module) if in_ring and wrap == "DDP" else module
+    with hf_ring_attn.whole_rows(called) if in_ring else nullcontext() as rows:
+        loss = called(padded(23, 3, 4))
+    loss.backward()
+    if rows is not None and wrap != "DDP":
+        rows.reduce_gradients(module)
+    return Answer(loss.detach(), {name: p.grad for name, p in module.named_parameters()})
+
+
+def error_of(how: str) -> str:
+    """What a program is refused with, as "Type: text"; "" if it is not."""
+    model: Any = tiny("llama", "ring_fp32")
+    batch = tokens(23)
+    rank = dist.get_rank()
+    try:
+        with hf_ring_attn.whole_rows(model) as rows:
+            if how == "no call":
+                rows.reduce_gradients(model)
+            if how == "other rows":
+                batch = tokens(23, seed=rank)
+            logits = model(input_ids=batch["input_ids"]).logits
+        factor = 1 + rank if how == "another loss on each rank" else 1
+        (logits.square().mean() * factor).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    except hf_ring_attn.RingAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def of_options(loss: Any) -> tuple[str, float]:
+    """How the loss was computed, in words, and its value, with an option of the model for its loss."""
+    model: Any = tiny("llama", "ring_fp32")
+    hf_ring_attn.configure(model, RingConfig(loss=loss))
+    with hf_ring_attn.whole_rows(model) as rows:
+        found = weighed(model, tokens(23))
+    assert rows.latest is not None
+    return loss_in_words(rows.latest.context), float(found)
