@@ -38,9 +38,10 @@ class RingConfig:
             bits.
         loss: "chunked" computes the loss of a rank's tokens one chunk at a time, without logits. If the program reads
             ``out.logits``, they are computed then, again at each reading. "sharded" makes the logits of the rank's
-            tokens. "gathered" all-gathers them in order and computes the loss on whole rows. This makes custom loss
-            functions exact, and takes S x V memory on every rank. "auto": chunked if the head and the loss of the model
-            allow it, else sharded; the line at start says which.
+            tokens. "gathered" is for trainers: compute_loss gets whole rows, and what a model returns for them is
+            all-gathered in order. This makes any loss exact, and takes S x V memory for logits on every rank. "auto":
+            gathered if a trainer has a compute_loss_func; chunked if the head and the loss of the model allow it; else
+            sharded. The line at start says which.
         layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`. "balanced": packed rows get other
             chunks if a zigzag would give a rank more than 1.1 times the mean work; ``sharded.positions`` has them.
             Batches with images or sound, and those of `maybe_context_parallel`, always use the zigzag. "auto": balanced

@@ -72,7 +72,8 @@ class OtherInputs(Refused):
         super().__init__(
             f"{model} was called in a ring {got}. One rank's tokens do not determine positions, padding and labels of "
             "the whole row. Call model(**inputs) with the inputs of shard() or of the trainer. Change a mask or labels "
-            "in the batch, before it is sharded. For other rows call shard() again, in a trainer in training_step."
+            "in the batch, before it is sharded. Other rows: hf_ring_attn.whole_rows(model); in a Trainer "
+            "RingConfig(loss='gathered')."
         )
 
 
@@ -211,8 +212,8 @@ class PooledOutput(Refused):
     def __init__(self, model: str, output: str, ring_size: int) -> None:
         super().__init__(
             f"{model} returns {output!r}, which has no entry for each token, and in a ring of {ring_size} it differs "
-            "from one process: each rank pools its own tokens. Leave it out (for example add_pooling_layer=False), and "
-            f"pool hidden states by sharded.row_mean or sharded.last_token. {_UNCHECKED}"
+            "from one process: each rank pools its own tokens. Call the model in hf_ring_attn.whole_rows(model); or "
+            f"leave the output out (add_pooling_layer=False), and pool by sharded.row_mean. {_UNCHECKED}"
         )
 
 

@@ -155,9 +155,9 @@ class UnclearScheduler(Refused):
 class NoLogits(Refused):
     def __init__(self) -> None:
         super().__init__(
-            "loss='gathered' needs the model's logits, but this forward makes none (TRL's fused head, or a model "
-            "without a language-model head). Use RingConfig(loss='sharded'), which gives the same value; for a custom "
-            "loss or label smoothing use transformers.Trainer."
+            "loss='gathered' needs the model's logits, but this forward makes none (TRL's fused head). Use "
+            "RingConfig(loss='auto'), which gives the same value; for a custom loss or label smoothing use "
+            "transformers.Trainer."
         )
 
 
@@ -324,9 +324,8 @@ class PooledLoss(Refused):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what} cannot be computed exactly from one rank's tokens. If it compares tokens with targets, give the "
-            "targets as labels. If it pools rows, put it into your model's forward, and set its "
-            "loss_type='ForSequenceClassification' (the guide of classification shows it); in your own loop pool by "
-            "sharded.row_mean or sharded.last_token."
+            "targets as labels. If it pools rows, hf_ring_attn.configure(model, RingConfig(loss='gathered')): then "
+            "compute_loss gets whole rows; in your own loop call the model in hf_ring_attn.whole_rows(model)."
         )
 
 

@@ -9,11 +9,8 @@ OWN_TERM = (
     "accelerator.num_processes; another model's loss: other(**inputs, num_items_in_batch=num_items_in_batch).loss * "
     "accelerator.num_processes."
 )
-_OWN_LOOP = "in your own loop leave labels out of the batch, and compute the loss on sharded.gather(out.logits)."
-_WHOLE_LOGITS = (
-    "else leave labels out of the batch, and compute the loss on sharded.gather(out.logits): in your own loop, or in a "
-    "trainer's training_step (the guide of own trainers shows it)."
-)
+_OWN_LOOP = "in your own loop call the model in hf_ring_attn.whole_rows(model)."
+_GATHERED = "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
 
 
 class LossNotSharded(Refused):
@@ -24,22 +21,14 @@ class LossNotSharded(Refused):
     """
 
     def __init__(self, what: str, gathers: bool = False, again: bool = False, own: bool = False) -> None:
-        trainer, loop = "If the model pools rows, set its loss_type='ForSequenceClassification'", _WHOLE_LOGITS
+        trainer = "If the model pools rows, set its loss_type='ForSequenceClassification'"
         if again:
-            loop = _OWN_LOOP
-            trainer = (
-                "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits, with "
-                "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
-            )
+            trainer = f"Compute it outside of the model, in compute_loss or compute_loss_func, with {_GATHERED}"
         if own:
-            trainer = "A loss of whole rows is a compute_loss_func, with RingConfig(loss='gathered')"
+            trainer = f"For any other loss {_GATHERED}: then compute_loss gets whole rows"
         if gathers:
-            loop = _OWN_LOOP
-            trainer = (
-                "Use the gathered loss: hf_ring_attn.configure(model, RingConfig(loss='gathered')) with "
-                "transformers.Trainer (SFTTrainer makes no logits)"
-            )
-        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {loop}"
+            trainer = f"Use {_GATHERED} with transformers.Trainer (SFTTrainer makes no logits)"
+        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {_OWN_LOOP}"
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {todo}")
 
 
@@ -81,7 +70,7 @@ class LogitsNotMade(Refused):
 
 _SUM_SHIFTED = (
     "Sum over sharded.inputs['shift_labels'], which were shifted on the whole row (reduction='sum'), and divide by "
-    "sharded.inputs['num_items_in_batch']; or compute the loss of whole rows, sharded.gather(out.logits)."
+    "sharded.inputs['num_items_in_batch']. For any other loss call the model in hf_ring_attn.whole_rows(model)."
 )
 
 
@@ -106,7 +95,8 @@ class PooledOnOneRank(Refused):
         super().__init__(
             "the loss uses a rank's tokens as if they were a row: its last token, its largest number, or a function of "
             "a sum over its tokens, as of hidden states or log-probabilities. Take sharded.last_token(x), "
-            "sharded.row_sum(x, mask) or sharded.row_mean(x, mask), or compute it from whole rows: sharded.gather(x)."
+            "sharded.row_sum(x, mask) or sharded.row_mean(x, mask); or call the model in "
+            "hf_ring_attn.whole_rows(model)."
         )
 
 
@@ -115,7 +105,7 @@ class PaddingInLoss(Refused):
         super().__init__(
             "the loss counts tokens that only pad the row to a multiple of twice the ring size: it was summed over all "
             "of a rank's tokens. One process has no such tokens. Count those with shift_labels != -100, or with "
-            "sharded.positions below the row's length; or compute the loss of whole rows, sharded.gather(out.logits)."
+            "sharded.positions below the row's length; or call the model in hf_ring_attn.whole_rows(model)."
         )
 
 
@@ -124,6 +114,5 @@ class LossWithoutLabels(Refused):
         super().__init__(
             f"{model} returned a loss, but the batch has no labels. It was computed from one rank's tokens and other "
             "inputs (such as start_positions), and the mean of such losses is not the whole row's. Give a causal "
-            "language model the targets as labels [B, S]; else compute the loss from whole sequences: "
-            "sharded.gather(out.logits)."
+            "language model the targets as labels [B, S]; else call it in hf_ring_attn.whole_rows(model)."
         )

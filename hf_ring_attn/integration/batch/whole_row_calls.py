@@ -56,7 +56,7 @@ Shard = Callable[[nn.Module, dict[str, Any]], Sharded]
 
 
 class WholeRows:
-    """What `whole_rows` gives a program.
+    """The handle of `whole_rows`.
 
     Attributes:
         latest: the latest call's share of its rows; None: there was no call in a ring.
@@ -73,7 +73,7 @@ class WholeRows:
 
 @contextmanager
 def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = None) -> Iterator[WholeRows]:
-    """Inside, ``models`` are called with whole rows, and each rank of the ring computes its share of their tokens.
+    """Lets ``models`` be called with whole rows: each rank of the ring computes its share of the tokens of a call.
 
     >>> with hf_ring_attn.whole_rows(model) as rows:
     ...     logits = model(**batch).logits               # [B, S, V] on every rank, in the order of the rows
@@ -93,8 +93,9 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
         group: the process group of the ring, as in `shard`.
 
     Raises:
-        BadOption: a model is no nn.Module. And in a call what `shard` raises, and NoTokens: it returned nothing that
-            can be gathered.
+        BadOption: a model is no nn.Module. In a call, and in the optimizer's next step:
+        RanksDiffer: ranks have other rows, or make another loss of what the model returned.
+        Refused: everything else that `shard` refuses.
     """
     for model in models:
         check_type("models", model, nn.Module, "models of transformers, wrapped or not")
@@ -123,7 +124,8 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
     running: list[_Call] = []
 
     def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if running:  # inside a wrapper, or in the self-check
+        # Inside a wrapper, or in the self-check; or the program has sharded the rows of this call.
+        if running or (batch is None and batch_context.current() is not None):
             return None
         names = introspect.parameters_of(introspect.loss_model_of(model) or model)  # PEFT's are *args, **kwargs
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -350,7 +352,6 @@ def _trial(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
     With labels it is the model's loss of whole logits.
     """
     sharded = Sharded(*local)
-    sharded.context.gathers_logits = True
     given = {name: row[name] for name in LOSS_INPUTS if row.get(name) is not None}
     output = whole_output(model(**_own_share(model, given, sharded)), sharded, _pooled(model))
     return output["loss"] if given else weighed(_of_tokens(output))

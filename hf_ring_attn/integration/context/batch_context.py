@@ -227,7 +227,7 @@ class BatchContext:
 
     Args:
         text: the model at whose input the batch is sharded; None: the batch itself is sharded.
-        gathers_logits: the model gets no labels; the loss is computed on gathered logits.
+        gathers_logits: ranks share no loss; one of whole rows is computed on what is gathered, logits for example.
     """
 
     ring: Ring

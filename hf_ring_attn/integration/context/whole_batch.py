@@ -116,10 +116,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
         raise errors.BadBatch(f"{found} is a {type(batch[found]).__name__}, not a tensor. Make it one, [B, S, ...].")
     todo = ""
     if any(name.endswith("input_ids") for name in batch):
-        todo = (
-            " Shard each kind of rows under these names, shard({'input_ids': ..., 'attention_mask': ...}), in a "
-            "trainer in training_step (the guide of own trainers shows it)."
-        )
+        todo = " If it has several kinds of rows, call the model with each in hf_ring_attn.whole_rows(model)."
     raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.{todo}")
 
 
@@ -224,8 +221,8 @@ def _labels(inputs: dict[str, Any], rows: int, length: int) -> Tensor | None:
             need = (
                 f"a ring needs one label a token, [{rows}, {length}]: a causal language model's. For a model that "
                 "classifies rows use transformers.Trainer, or name it: hf_ring_attn.shard(batch, model=model); a class "
-                "of your own also needs model.loss_type = 'ForSequenceClassification'. For others compute the loss "
-                "from sharded.gather(out.last_hidden_state)"
+                "of your own also needs model.loss_type = 'ForSequenceClassification'. For others call the model in "
+                "hf_ring_attn.whole_rows(model)"
             )
             if inputs.get("logits_to_keep") is not None:
                 need = f"a ring needs one label a token, [{rows}, {length}]: let the program keep all logits and labels"

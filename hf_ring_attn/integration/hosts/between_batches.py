@@ -18,14 +18,13 @@ import torch
 from ..context import ring_random
 from ..context.mesh import ring_enabled, ring_of_process
 from ..patching.changes import Patch
-
-HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
+from .own_methods import HOSTS, is_own
 
 
 def average_each_batch(trainer: Any) -> None:
     """Averages gradients after each batch, for trainers that run code between batches. The sum is the same."""
     callbacks = trainer.callback_handler.callbacks
-    if _is_own(trainer, "training_step") or any(_is_own(one, "on_substep_end") for one in callbacks):
+    if is_own(trainer, "training_step") or any(is_own(one, "on_substep_end") for one in callbacks):
         trainer.accelerator.no_sync = lambda model=None: nullcontext()
 
 
@@ -42,12 +41,6 @@ def _get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
 def _runs_own_code(trainer: Any) -> bool:
     kinds = map(type, trainer.callback_handler.callbacks)
     return not all(kind.__module__.startswith(HOSTS) for kind in (type(trainer), *kinds))
-
-
-def _is_own(one: Any, method: str) -> bool:
-    """Returns True if ``one`` has this method from the program, not from its host."""
-    place = next((cls for cls in type(one).__mro__ if method in vars(cls)), None)
-    return method in vars(one) or (place is not None and not place.__module__.startswith(HOSTS))
 
 
 PATCHES = (

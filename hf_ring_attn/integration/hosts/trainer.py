@@ -29,7 +29,7 @@ from ..losses import whole_heads
 from ..model import adapters, admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import between_batches, liger_arguments, logged_numbers, own_compute_loss, samplers, trainer_overrides
+from . import between_batches, liger_arguments, logged_numbers, own_methods, samplers, trainer_overrides
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
 from .rings_as_processes import RingsCounted, rings_as_processes
@@ -62,7 +62,7 @@ def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
     trainer_overrides.check_override(trainer, shards_batches)
-    own_compute_loss.count_rings(trainer, group_of(trainer))
+    own_methods.count_rings(trainer, group_of(trainer))
     liger_arguments.leave_loss_to_ring(trainer.args)
 
 
@@ -179,7 +179,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
             with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
-    kind, own = type(trainer), own_compute_loss.set_by_program(trainer)
+    kind, own = type(trainer), own_methods.set_by_program(trainer)
     functions = (kind.compute_loss, own, trainer.compute_loss_func)
     # By identity: a dataclass has no hash. The model's record must not keep alive what may hold the model.
     key: tuple[Any, ...] = tuple(None if one is None else WeakIdRef(one) for one in (trainer, *functions))
@@ -190,8 +190,14 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
 
 def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
-    """Returns True if a trainer's loss is of whole rows: by its model's options, or since its rows have other names."""
-    if not isinstance(whole, Mapping) or options_of_batches(model).loss == "gathered":
+    """Returns True if a trainer's loss is of whole rows.
+
+    Its model's options say so, it has a function of outputs, or its rows have names of their own.
+    """
+    loss = options_of_batches(model).loss
+    if loss == "auto" and trainer.compute_loss_func is not None and not _is_a(trainer, "SFTTrainer"):
+        loss = "gathered"
+    if not isinstance(whole, Mapping) or loss == "gathered":
         return isinstance(whole, Mapping) and not _gives_whole_rows(trainer)
     named = [name for name, x in whole.items() if name.endswith(TOKENS) and isinstance(x, Tensor)]
     return bool(named) and not any(name in TOKENS for name in named)
@@ -209,10 +215,16 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: dict[str, Any]) -> Ite
     ring, options = find_ring(group_of(trainer)), options_of_batches(model)
     facts = {**compared_inputs.empty_facts(options, whole), **compared_inputs.inputs_of(whole)}
     ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(whole))
+    with prepared(trainer, whole), sharded_calls(trainer, model, True):
+        yield
+
+
+@contextmanager
+def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False) -> Iterator[None]:
+    """Lets a trainer call its models with whole rows. ``is_whole``: Trainer's own methods see them, too."""
     others = [x for x in vars(trainer).values() if isinstance(x, nn.Module)]  # a teacher, for example
-    shard = functools.partial(shard_rows, trainer, fused=False)
-    calls = whole_row_calls((model, trainer.model, *others), shard)
-    with prepared(trainer, whole), Replaced(trainer, trainer_overrides.BY_CALLS, True), calls:
+    calls = whole_row_calls((model, trainer.model, *others), functools.partial(shard_rows, trainer, fused=False))
+    with Replaced(trainer, trainer_overrides.BY_CALLS, is_whole), calls:
         yield
 
 
@@ -291,6 +303,7 @@ def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             refuse_trainer(self)  # methods may have been set on it since
         if group is not None:
             between_batches.average_each_batch(self)
+            own_methods.shard_calls(self, sharded_calls)
         if group is None or self.args.average_tokens_across_devices:
             return original(self, batch_samples, device)
         # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.

@@ -58,7 +58,7 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
 
 PREPARE = "_prepare_context_parallel_inputs"
 BY_CALLS = "_hf_ring_attn_by_calls"
-"""The attribute of a trainer whose batch stays whole in this step, since the calls of its models are sharded."""
+"""The attribute of a trainer in a step in which the calls of its models are sharded. True: its batch stays whole."""
 Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 """Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
 
@@ -79,7 +79,7 @@ def patch_prepare(host: str, shards: Callable[[Any], bool], prepare: Prepare) ->
         def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
             if not shards(self):
                 return original(self, model, inputs)
-            if BY_CALLS in vars(self):  # an evaluation, which has begun
+            if vars(self).get(BY_CALLS):  # an evaluation, which has begun
                 return nullcontext, inputs
             begin_training(self, model)
             override = getattr(self, PREPARE)
@@ -126,7 +126,7 @@ class _CheckedOverride:
     def __call__(self, model: nn.Module, inputs: Any) -> Any:
         trainer, given = self._trainer(), _contents((model, inputs))
         returned = getattr(type(trainer), PREPARE)(trainer, model, inputs)
-        if not installed() or not self._shards(trainer) or BY_CALLS in vars(trainer):
+        if not installed() or not self._shards(trainer) or vars(trainer).get(BY_CALLS):
             return returned
         noted, self.noted = self.noted, None
         if noted is not None:

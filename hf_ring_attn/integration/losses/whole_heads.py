@@ -24,7 +24,7 @@ from ... import errors
 from ...layers.collectives import gather_sequence
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import loss_model_of, parameters_of
+from ..context.introspect import inside, loss_model_of, parameters_of
 from ..context.whole_batch import OF_HEADS
 from ..patching.compiler import uncompiled
 from ..patching.modules import attach
@@ -50,6 +50,12 @@ def needs_whole_rows(model: object, batch: object) -> bool:
         return False
     head: Any = loss_model_of(model)
     return LOSS_MAPPING[str(head.loss_type)] in OF_ROWS or any(batch.get(name) is not None for name in OF_HEADS)
+
+
+def prepare(model: nn.Module, context: BatchContext) -> None:
+    """Gives a pooler whole rows where a base model's outputs are gathered."""
+    if context.gathers_logits:
+        prepare_pooler(inside(model))
 
 
 def prepare_pooler(body: Any) -> None:
@@ -87,6 +93,6 @@ def gather_hidden_states(x: Any, context: BatchContext) -> Any:
 
 def _gather_inputs(_pooler: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     context = batch_context.current()
-    if context is None or not context.whole_head or context.before_text:
+    if context is None or not (context.whole_head or context.gathers_logits) or context.before_text:
         return None
     return gather_hidden_states(args, context), {name: gather_hidden_states(x, context) for name, x in kwargs.items()}

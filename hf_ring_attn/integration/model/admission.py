@@ -22,6 +22,7 @@ from ..gradients import fsdp
 from ..gradients import hooks as gradient_hooks
 from ..log import warn
 from ..losses import kinds as loss_kinds
+from ..losses import whole_heads
 from ..memory import checkpointing, mlp_chunks
 from . import (
     adapters,
@@ -71,7 +72,7 @@ ONCE = Support(
 
 EACH_BATCH = Support(
     (training_mode.unsupported, multimodal.unsupported),
-    (loss_kinds.refuse_unshared, checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
+    (loss_kinds.refuse_unshared, whole_heads.prepare, checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
 )
 """Called for every batch: a mode, a rate or a loss changes without a change of structure."""
 

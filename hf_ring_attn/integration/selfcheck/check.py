@@ -84,7 +84,8 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         return
     inner, has_labels, loss = introspect.callable_inside(model), context.facts.has_labels, context.config.loss
     as_one = introspect.compiled_part(model) is not None
-    sharding, batch = _sharding(record), (ring.name, has_labels, loss, context.whole_head, as_one)
+    batch = ring.name, has_labels, loss, context.whole_head, context.gathers_logits, as_one
+    sharding = _sharding(record)
     # Other rings, whose batches may be of another kind, take part in each forward if they hold shards of its weights.
     alone = sharding is None or sharding.ranks() <= ring.ranks()
     inputs, padding = (sample.inputs(), sample.masks()) if alone else ((), ())
@@ -294,10 +295,9 @@ class _Check(AcrossRanks):
         return {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in row.items()}
 
     def _local(self, row: Mapping[str, Any], ring: Ring) -> LocalBatch:
-        config = self.config
-        if ring.size == 1 and config.loss != "gathered":  # the loss of the whole row is the full one
-            config = replace(config, loss="sharded")
+        config = self.config if ring.size > 1 else replace(self.config, loss="sharded")  # in one process the full one
         mine = local_batch(row, ring, config, self.context.text)
+        mine.context.gathers_logits = self.context.gathers_logits
         mine.context.log.configs += self.context.log.configs  # the model was admitted
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.configs += self.context.text.configs

@@ -32,6 +32,7 @@ RUNS = [
     replace(GATHERED, why="terms beside the model's loss", kind=jobs.AddsToTheModels, predicts=""),
     replace(GATHERED, why="a teacher with another attention", kind=jobs.Distils),
     replace(GATHERED, why="a teacher in the ring", kind=jobs.DistilsInTheRing),
+    replace(GATHERED, why="a function of outputs", loss_function=True, ring=RingConfig(), metrics="", predicts=""),
     replace(GATHERED, why="a loss function of the model's own", change=jobs.with_a_loss_function),
     replace(GATHERED, why="the model's loss with that of experts", model="mixtral", arguments=ACCUMULATED,
         metrics="", predicts=""),

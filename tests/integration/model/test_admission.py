@@ -209,7 +209,8 @@ TRAININGS = [
         text="label_smoothing_factor is not possible with ring_fp32: LlamaForCausalLM has accepts_loss_kwargs=False",
     ),
     Training(
-        why="compute_loss_func", run=Run(why="", loss_function=True), error="LossNotSharded",
+        why="compute_loss_func", run=Run(why="", loss_function=True, ring=RingConfig(loss="sharded")),
+        error="LossNotSharded",
         text=f"compute_loss_func {GATHERED_INSTEAD}",
     ),
     Training(

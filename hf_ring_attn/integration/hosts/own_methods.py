@@ -1,13 +1,18 @@
-"""A trainer's own compute_loss that its own training_step calls with whole rows, on every rank of a ring.
+"""A trainer's own methods that see whole rows, on every rank of a ring: training_step, and the compute_loss it calls.
+
+A training_step may call models with the whole rows that it has, so these calls are sharded. What Trainer's own step
+calls is sharded before.
 
 The loss of a rank's tokens times the number of processes is right, since gradients are averaged. Of whole rows it is
-the number of rings: so that is what the trainer sees there.
+the number of rings: so that is what a compute_loss sees there.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..context import batch_context
@@ -40,6 +45,33 @@ def count_rings(trainer: Any, group: Any) -> None:
 
     _ours.add(compute_loss)
     trainer.compute_loss = compute_loss
+
+
+def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:
+    """Lets a training_step of the program's own run in a context. ``calls``: makes it for a trainer and a model."""
+    own = vars(trainer).get("training_step")
+    if own in _ours or not is_own(trainer, "training_step"):
+        return
+    of: Any = weakref.ref(trainer)
+    kind = type(trainer)
+
+    @functools.wraps(kind.training_step if own is None else own)
+    def training_step(model: Any, *given: Any, **named: Any) -> Any:
+        host = of()
+        with calls(host, model):
+            return kind.training_step(host, model, *given, **named) if own is None else own(model, *given, **named)
+
+    _ours.add(training_step)
+    trainer.training_step = training_step
+
+
+def is_own(one: Any, method: str) -> bool:
+    """Returns True if ``one`` has this method from the program, not from its host."""
+    place = next((cls for cls in type(one).__mro__ if method in vars(cls)), None)
+    return method in vars(one) or (place is not None and not place.__module__.startswith(HOSTS))
+
+
+HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
 
 
 def set_by_program(trainer: Any) -> Any:
