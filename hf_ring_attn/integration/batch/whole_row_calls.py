@@ -323,7 +323,7 @@ LOSSES = {"loss", "aux_loss", "0"}
 
 
 def _whole_of_fused(output: Any, sharded: Sharded) -> Any:
-    """What TRL's fused head returns for whole rows: entries of a label, since no token follows the last one."""
+    """The output of TRL's fused head for whole rows: entries of a label, since no token follows the last one."""
     if not isinstance(output, Mapping) or output.get("log_probs") is None:
         raise errors.NoLogits()
     fields = {name: x for name, x in output.items() if name != "loss"}  # that of this rank's tokens
