@@ -152,15 +152,6 @@ class UnclearScheduler(Refused):
         )
 
 
-class NoLogits(Refused):
-    def __init__(self) -> None:
-        super().__init__(
-            "loss='gathered' needs the model's logits, but this forward makes none (TRL's fused head). Use "
-            "RingConfig(loss='auto'), which gives the same value; for a custom loss or label smoothing use "
-            "transformers.Trainer."
-        )
-
-
 class HeadReadPastFsdp(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(

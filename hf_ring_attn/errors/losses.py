@@ -27,7 +27,7 @@ class LossNotSharded(Refused):
         if own:
             trainer = f"For any other loss {_GATHERED}: then compute_loss gets whole rows"
         if gathers:
-            trainer = f"Use {_GATHERED} with transformers.Trainer (SFTTrainer makes no logits)"
+            trainer = f"Use {_GATHERED} in a trainer"
         todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {_OWN_LOOP}"
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {todo}")
 

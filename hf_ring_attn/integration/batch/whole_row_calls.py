@@ -86,7 +86,8 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
     no change, and its gradient is that of one process. Its memory is tokens x vocabulary for logits, and
     tokens x width for hidden states. With labels the loss is there, too.
 
-    Models without ring attention compute whole rows on every rank, and so do calls with a cache (`generate`).
+    Models without ring attention compute whole rows on every rank, and so do calls with a cache: `generate`, and those
+    with ``use_cache=True``.
 
     Args:
         models: to be called inside; of a module of your own the transformers models in it.
@@ -129,7 +130,8 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
             return None
         names = introspect.parameters_of(introspect.loss_model_of(model) or model)  # PEFT's are *args, **kwargs
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if any(given.get(name) is not None for name in CACHES) or all(given.get(name) is None for name in TOKENS):
+        caches = given.get("use_cache") is True or any(given.get(name) is not None for name in CACHES)
+        if caches or all(given.get(name) is None for name in TOKENS):
             return None
         call = _Call(model, bool(given.get(FUSED)))
         if not call.fused:
@@ -325,7 +327,7 @@ LOSSES = {"loss", "aux_loss", "0"}
 def _whole_of_fused(output: Any, sharded: Sharded) -> Any:
     """The output of TRL's fused head for whole rows: entries of a label, since no token follows the last one."""
     if not isinstance(output, Mapping) or output.get("log_probs") is None:
-        raise errors.NoLogits()
+        raise errors.UnknownOutput("log_probs", None, sharded.layout.local_length)
     fields = {name: x for name, x in output.items() if name != "loss"}  # that of this rank's tokens
     for name, x in fields.items():
         if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == sharded.layout.local_length:

@@ -63,7 +63,7 @@ class _Share:
 def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> Sharded:
     _refuse(host)
     options = trainer.options_of_batches(host.model)
-    trainer.refuse_past_fused_head(host, options.loss)
+    trainer.refuse_past_fused_head(host)
     step = TrialStep(_trial_loss, True, "", (type(host).__name__,))
     rows = grpo_trainer.rows_of(whole, _scored(whole))
     beside = [host.teacher_model]

@@ -19,7 +19,7 @@ from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import prediction, trainer
 from .gather_for_metrics import gather_sums_per_ring
-from .rings_as_processes import RingsCounted
+from .rings_as_processes import RingsCounted, rings_as_processes
 
 _STEPS = "current_gradient_accumulation_steps"
 """SFTTrainer's divisor of the auxiliary loss of experts, if it gets a count of tokens."""
@@ -34,14 +34,17 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         num_items_in_batch: Any = None,
     ) -> Any:
         context, group = batch_context.current(), trainer.group_of(self)
-        if context is None:
-            if group is not None and num_items_in_batch is not None:  # every rank computes whole rows
-                num_items_in_batch = num_items_in_batch * group.size()
-            return original(self, model, inputs, return_outputs, num_items_in_batch)
         averaged = self.args.average_tokens_across_devices
+        if context is None:
+            if group is None:
+                return original(self, model, inputs, return_outputs, num_items_in_batch)
+            if num_items_in_batch is not None and not averaged:  # the rows are whole, and this is a rank's part
+                num_items_in_batch = num_items_in_batch * group.size()
+            with rings_as_processes(self):
+                return original(self, model, inputs, return_outputs, num_items_in_batch)
         is_trial = isinstance(self.accelerator, RingsCounted)  # of a whole row
         ring_size = context.ring.size if group is None or is_trial else group.size()
-        trainer.refuse_past_fused_head(self, context.config.loss)
+        trainer.refuse_past_fused_head(self)
         one_mean = not self.model.training  # in training all batches of a step have one mean
         made = {**context.state(MadeInputs), **inputs}
         if num_items_in_batch is None and (count := made.get("num_items_in_batch")) is not None:
@@ -79,9 +82,12 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_loss
 
 
-def _predict(_original: Callable[..., Any], sft: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
+def _predict(original: Callable[..., Any], sft: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
     # SFTTrainer ignores label_names: it always has labels, and a loss.
     whole = sft._prepare_inputs(inputs)
+    if trainer.calls_with_whole_rows(sft, model, whole):
+        with trainer.whole_row_step(sft, model, whole):
+            return original(sft, model, whole, *given)
     return prediction.predict(sft, model, whole, *given, count=_count_of_ring, names=["labels"], only="logits")
 
 

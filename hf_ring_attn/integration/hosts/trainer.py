@@ -66,10 +66,8 @@ def refuse_trainer(trainer: Any) -> None:
     liger_arguments.leave_loss_to_ring(trainer.args)
 
 
-def refuse_past_fused_head(trainer: Any, loss: str) -> None:
-    """Refuses what TRL's fused head cannot do: give logits to gather, or read a trained head that FSDP2 shards."""
-    if loss == "gathered":
-        raise errors.NoLogits()
+def refuse_past_fused_head(trainer: Any) -> None:
+    """Refuses a trained head that FSDP2 shards: TRL's fused head reads its weight."""
     if trainer.model.training and adapters.head_read_past_fsdp(trainer.model):
         raise errors.HeadReadPastFsdp(introspect.name_of(trainer.model))
 
@@ -195,7 +193,8 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     Its model's options say so, it has a function of outputs, or its rows have names of their own.
     """
     loss = options_of_batches(model).loss
-    if loss == "auto" and trainer.compute_loss_func is not None and not _is_a(trainer, "SFTTrainer"):
+    smooths = trainer.label_smoother is not None and _is_a(trainer, "SFTTrainer")  # by logits, which others do not need
+    if loss == "auto" and (trainer.compute_loss_func is not None or smooths):
         loss = "gathered"
     if not isinstance(whole, Mapping) or loss == "gathered":
         return isinstance(whole, Mapping) and not _gives_whole_rows(trainer)
@@ -236,9 +235,9 @@ def shard_rows(
     Args:
         beside: other models that will get them. fused: they are called for log-probabilities, else for logits.
     """
-    options = options_of_batches(model)
+    options = options_of_batches(host.model)  # for a teacher, too
     if fused:
-        refuse_past_fused_head(host, options.loss)
+        refuse_past_fused_head(host)
     return shard_call(model, rows, group_of(host), options, type(host).__name__, beside, fused, trains=True)
 
 

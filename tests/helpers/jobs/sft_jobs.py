@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, disable_progress_bars
 from peft import LoraConfig
@@ -55,6 +55,7 @@ class Case:
         means: of a model that leaves each batch's loss a mean.
         stream: give the trainer an IterableDataset.
         metrics: have compute_metrics, which gets the logits and labels of whole rows.
+        loss: of RingConfig. loss_function: compute_loss_func is `half`.
     """
 
     why: str
@@ -67,6 +68,8 @@ class Case:
     means: bool = False
     stream: bool = False
     metrics: bool = False
+    loss: Any = "auto"
+    loss_function: bool = False
 
     def with_args(self, **more: Any) -> Case:
         return dataclasses.replace(self, args={**self.args, **more})
@@ -199,7 +202,9 @@ def trained(case: Case, mesh: Mesh) -> Outcome:
         rows_at_a_time = {"per_device_eval_batch_size": BATCH // mesh.dp}
         if mesh.cp == 1:
             rows_at_a_time["per_device_train_batch_size"] = BATCH * mesh.dp
-        sft = trainer(case.with_args(**rows_at_a_time), folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
+        functions: dict[str, Any] = {"compute_loss_func": half} if case.loss_function else {}
+        sft = trainer(case.with_args(**rows_at_a_time), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **functions)
+        hf_ring_attn.configure(cast(Any, sft.model), hf_ring_attn.RingConfig(loss=case.loss))
         before = trained_parameters(sft)
         sft.train()
         assert (copies[0] > 0) == case.args.get("activation_offloading", False)
@@ -272,7 +277,7 @@ def half(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
     return outputs.logits.float().square().mean() / 2
 
 
-def one_step(case: Case, mesh: Mesh, gathered: bool = False, **options: Any) -> str:
+def one_step(case: Case, mesh: Mesh, loss: Any = "auto", **options: Any) -> str:
     """What a trainer's construction and its first step raise, as "Type: text", or "trained".
 
     A rank that raised the error itself would end its world.
@@ -281,9 +286,7 @@ def one_step(case: Case, mesh: Mesh, gathered: bool = False, **options: Any) -> 
         try:
             attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
             sft = trainer(case.with_args(max_steps=1), folder, attention, **options)
-            if gathered:
-                net: Any = sft.model
-                hf_ring_attn.configure(net, hf_ring_attn.RingConfig(loss="gathered"))
+            hf_ring_attn.configure(cast(Any, sft.model), hf_ring_attn.RingConfig(loss=loss))
             sft.train()
         except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
             return f"{type(error).__name__}: {error}"

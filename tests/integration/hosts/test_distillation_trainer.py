@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import Ranks, assert_equal_in_float64, assert_rings_learn_alike
 from tests.helpers.jobs.distillation_jobs import STEPS, Case, OwnLoss, one_step, trained, trained_by_own_loader
 from tests.helpers.jobs.in_float64 import distilled
@@ -79,7 +78,6 @@ def test_a_loader_of_ones_own_counts_rings(ranks: Ranks, stream: bool, mesh: Mes
 
 
 REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
-    ("logits of whole rows", Case(""), {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
     (
         "a loss that sees a rank's tokens", Case(""), {"kind": OwnLoss},
         "UnknownTrainer: OwnLoss counts or shards its batches in OwnLoss._compute_loss",

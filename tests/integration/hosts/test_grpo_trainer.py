@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from peft import LoHaConfig
 
-from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_rings_learn_alike
 from tests.helpers.jobs.grpo_jobs import (
     DEFECTS,
@@ -178,7 +177,6 @@ def test_a_planted_defect_is_seen(ranks: Ranks, defect: str) -> None:
 
 
 REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
-    ("logits of whole rows", Case(""), {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
     (
         "continuous batches", Case("", {"use_transformers_continuous_batching": True}, rloo=True), {},
         "UnsupportedOption: FixedRLOO with use_transformers_continuous_batching is not possible",

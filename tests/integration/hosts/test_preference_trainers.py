@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_rings_learn_alike
 from tests.helpers.jobs.in_float64 import preferences_trained
 from tests.helpers.jobs.preference_jobs import (
@@ -98,7 +97,6 @@ UNDER_FSDP2 = [
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("logits of whole rows in each step", {"ring": RingConfig(loss="gathered")}, "NoLogits: loss='gathered' needs"),
     (
         "a batch that is not sharded",
         {"kind": OwnBatches},

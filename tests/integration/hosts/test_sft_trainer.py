@@ -144,10 +144,33 @@ def test_fewer_labels_than_ranks_that_do_not_average(ranks: Ranks, case: Case) -
     compare(ranks, case, Mesh(cp=4))
 
 
+OF_WHOLE_ROWS = [
+    Case("all by whole rows", {"gradient_accumulation_steps": 2}, rows="completion", loss="gathered"),
+    Case("all by whole rows, packed, LoRA", PACKED, lora=True, loss="gathered"),
+    Case("all by whole rows, dft", {"loss_type": "dft", "learning_rate": 0.5}, loss="gathered"),
+    Case("all by whole rows, not averaged", {**ALONE, "gradient_accumulation_steps": 2}, loss="gathered"),
+    Case("all by whole rows, metrics", metrics=True, loss="gathered"),
+    Case("all by whole rows, experts", {"router_aux_loss_coef": 0.5}, kind=MIXTRAL, loss="gathered"),
+    Case("labels smoothed", {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}),
+    Case(
+        "labels smoothed, LoRA, padding-free",
+        {"label_smoothing_factor": 0.1, "padding_free": True, "max_length": None},
+        lora=True,
+    ),
+    Case("a function of outputs", {"gradient_accumulation_steps": 2}, loss_function=True),
+]
+
+
+@pytest.mark.parametrize(("case", "mesh"), by_turns(OF_WHOLE_ROWS, [Mesh(cp=2), Mesh(cp=4)]))
+@pytest.mark.turns
+def test_losses_of_whole_rows(ranks: Ranks, case: Case, mesh: Mesh) -> None:
+    """They were refused: TRL's fused head makes no logits."""
+    compare(ranks, case, mesh)
+
+
 REFUSED: list[tuple[Case, dict[str, Any], str]] = [
-    (Case("compute_loss_func"), {"compute_loss_func": half}, "LossNotSharded: compute_loss_func cannot be computed"),
-    (Case("label smoothing", {"label_smoothing_factor": 0.1}), {}, r"LossNotSharded: label smoothing \(label_smooth"),
-    (Case("the gathered loss"), {"gathered": True}, "NoLogits: loss='gathered' needs .*TRL's fused head.*'sharded'"),
+    (Case("compute_loss_func"), {"compute_loss_func": half, "loss": "chunked"}, "LossNotSharded: compute_loss_func"),
+    (Case("smoothing", {"label_smoothing_factor": 0.1}), {"loss": "sharded"}, "LossNotSharded: label smoothing"),
 ]
 
 
