@@ -1,6 +1,6 @@
-"""TRL's trainers whose loss needs logits of whole rows: ORPO, CPO (SimPO, AlphaPO) and TPO.
+"""TRL's trainers whose loss needs logits of whole rows: ORPO, CPO (SimPO, AlphaPO), TPO and GKD.
 
-They call the model once a batch, with rows that they make of it, which are sharded in that call.
+They call their models with rows that they make of a batch, which are sharded in that call.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ HOSTS = (
     "trl.experimental.orpo.orpo_trainer:ORPOTrainer",
     "trl.experimental.cpo.cpo_trainer:CPOTrainer",
     "trl.experimental.tpo.tpo_trainer:TPOTrainer",
+    "trl.experimental.gkd.gkd_trainer:GKDTrainer",
 )
 PATCHES = {
     host: [

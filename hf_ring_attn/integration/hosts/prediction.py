@@ -31,6 +31,7 @@ from .trainer import (
     shards_batches,
     whole_row_step,
 )
+from .trainer_overrides import BY_CALLS
 
 
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
@@ -40,7 +41,9 @@ def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
         def prediction_step(
             self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
         ) -> Any:
-            step = functools.partial(in_ring, original) if shards_batches(self) else original
+            # In a step whose batch stays whole the host's own runs, its parent's too.
+            shards = shards_batches(self) and not vars(self).get(BY_CALLS)
+            step = functools.partial(in_ring, original) if shards else original
             return step(self, model, inputs, prediction_loss_only, ignore_keys)
 
         return prediction_step

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PrinterCallback
@@ -17,12 +18,13 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.batch.shard import Sharded
 from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import preference_jobs
+from tests.helpers.jobs import preference_jobs, sft_jobs
 from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.preference_jobs import BATCH, DEFECTS, EVAL_ROWS, STEPS, TRAIN_ROWS, numbers, preferences
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, lora, model, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.models.tiny_models import SIZES, build
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,9 @@ def policy(attention: str, kind: str) -> PreTrainedModel:
 
 
 def rows(case: Case, count: int, start: int = 0) -> Dataset:
-    """Pairs of uneven lengths; for TPO with an answer to imitate."""
+    """Pairs of uneven lengths; for TPO with an answer to imitate. For GKD conversations."""
+    if case.name == "GKD":
+        return sft_jobs.rows("chat", count, start).filter(lambda row: len(row["messages"]) % 2 == 0)
     made = preferences(preference_jobs.Case(""), count, start)
     if case.name == "TPO":
         made = made.add_column("reference", [text[-9:] for text in texts(count, start)])
@@ -55,6 +59,13 @@ def rows(case: Case, count: int, start: int = 0) -> Dataset:
 
 def trainer(case: Case, folder: str, attention: str) -> Any:
     module = importlib.import_module(f"trl.experimental.{case.name.lower()}")
+    more: dict[str, Any] = {}
+    if case.name == "GKD":
+        torch.manual_seed(1)
+        more["teacher_model"] = build(
+            case.kind, attention,
+            **{**SIZES, "vocab_size": 259, "num_hidden_layers": 1, "eos_token_id": 0},
+        )  # fmt: skip
     args = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant",
         "per_device_eval_batch_size": BATCH, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 100.0,
@@ -67,7 +78,7 @@ def trainer(case: Case, folder: str, attention: str) -> Any:
         made = getattr(module, f"{case.name}Trainer")(
             model=policy(attention, case.kind), args=getattr(module, f"{case.name}Config")(**args),
             train_dataset=rows(case, TRAIN_ROWS), eval_dataset=rows(case, EVAL_ROWS, start=4000),
-            processing_class=tokenizer(), peft_config=lora() if case.lora else None,
+            processing_class=tokenizer(), peft_config=lora() if case.lora else None, **more,
         )  # fmt: skip
     made.remove_callback(PrinterCallback)
     return made
