@@ -58,11 +58,21 @@ class _OfRing:
             stack.enter_context(rings.rings_as_processes(trainer))
             for replaced in _functions_of_rings(type(trainer), self._method):
                 stack.enter_context(replaced)
-            stack.enter_context(ring_random.as_first_rank(ring))
-            returned = override(trainer, *args, **kwargs)
-        mine = send_to_device(returned, "cpu") if ring.rank == 0 else None
-        first = ring.of_first(mine, f"sent what its trainer's {self._method} returned")
-        return returned if ring.rank == 0 else send_to_device(first, trainer.accelerator.device)
+            return of_first_rank(trainer, self._method, lambda: override(trainer, *args, **kwargs))
+
+
+def of_first_rank(trainer: Any, method: str, call: Callable[[], Any]) -> Any:
+    """Calls on every rank of a ring, with the same random numbers. All take what its first rank got.
+
+    Args:
+        method: the name of what is called.
+    """
+    ring = ring_of_process()
+    with ring_random.as_first_rank(ring):
+        returned = call()
+    mine = send_to_device(returned, "cpu") if ring.rank == 0 else None
+    first = ring.of_first(mine, f"sent what its trainer's {method} returned")
+    return returned if ring.rank == 0 else send_to_device(first, trainer.accelerator.device)
 
 
 def know_rings(trainer: Any, method: str) -> None:

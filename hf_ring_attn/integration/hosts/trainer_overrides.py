@@ -27,6 +27,7 @@ EXACT_TRL = {
     "trl.trainer.distillation_trainer:DistillationTrainer",
     "trl.experimental.orpo.orpo_trainer:ORPOTrainer", "trl.experimental.cpo.cpo_trainer:CPOTrainer",
     "trl.experimental.tpo.tpo_trainer:TPOTrainer", "trl.experimental.gkd.gkd_trainer:GKDTrainer",
+    "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer",
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch")

@@ -12,6 +12,7 @@ from . import (
     distillation_trainer,
     grpo_trainer,
     logits_trainers,
+    online_dpo_trainer,
     preference_trainers,
     sft_trainer,
     trainer,
@@ -21,6 +22,7 @@ from .parallelism_config import deferring_cp_checks
 TRL_PATCHES = {
     sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES,
     distillation_trainer.DISTILLATION: distillation_trainer.PATCHES, **logits_trainers.PATCHES,
+    online_dpo_trainer.ONLINE_DPO: online_dpo_trainer.PATCHES,
 }  # fmt: skip
 """The patches of TRL's trainers, by class."""
 STARTS = {

@@ -51,14 +51,22 @@ def rows(case: Case, count: int, start: int = 0) -> Dataset:
     """Pairs of uneven lengths; for TPO with an answer to imitate. For GKD conversations."""
     if case.name == "GKD":
         return sft_jobs.rows("chat", count, start).filter(lambda row: len(row["messages"]) % 2 == 0)
+    if case.name == "OnlineDPO":
+        return Dataset.from_list([{"prompt": text[:20]} for text in texts(count, start)])
     made = preferences(preference_jobs.Case(""), count, start)
     if case.name == "TPO":
         made = made.add_column("reference", [text[-9:] for text in texts(count, start)])
     return made
 
 
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    """A reward."""
+    return [float(sum(text.count(letter) for letter in "aeiou") - 0.1 * len(text)) for text in completions]
+
+
 def trainer(case: Case, folder: str, attention: str) -> Any:
-    module = importlib.import_module(f"trl.experimental.{case.name.lower()}")
+    folder_of_case = {"OnlineDPO": "online_dpo"}.get(case.name, case.name.lower())
+    module = importlib.import_module(f"trl.experimental.{folder_of_case}")
     more: dict[str, Any] = {}
     if case.name == "GKD":
         torch.manual_seed(1)
@@ -66,6 +74,8 @@ def trainer(case: Case, folder: str, attention: str) -> Any:
             case.kind, attention,
             **{**SIZES, "vocab_size": 259, "num_hidden_layers": 1, "eos_token_id": 0},
         )  # fmt: skip
+    if case.name == "OnlineDPO":
+        more["reward_funcs"] = [vowels]
     args = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant",
         "per_device_eval_batch_size": BATCH, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 100.0,
@@ -93,7 +103,7 @@ def trained(case: Case, mesh: Mesh, self_check: bool = True, defect: Callable[[]
         host.train()
         assert any(isinstance(p, DTensor) for p in host.model.parameters()) == (case.fsdp and mesh.cp > 1)
         steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
-        evaluation = numbers(host.evaluate())
+        evaluation = {} if case.name == "OnlineDPO" else numbers(host.evaluate())
         group = ring_group(host.accelerator)
         return Outcome(1 if group is None else group.size(), steps, evaluation, before, weights_of(host.model))
 

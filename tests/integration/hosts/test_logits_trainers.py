@@ -1,4 +1,4 @@
-"""ORPO, CPO, TPO and GKD in a ring are what they are without one: losses, metrics, weights and evaluations."""
+"""ORPO, CPO, TPO, GKD and online DPO in a ring are what they are without one: losses, metrics, weights and evaluations."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ CASES = [
     Case("GKD, the batch's answers, accumulated", "GKD", {"lmbda": 0.0, "gradient_accumulation_steps": 2}),
     Case("GKD, some answers generated", "GKD", {"lmbda": 0.5, "max_new_tokens": 7, "learning_rate": 0.02}),
     Case("GKD, a teacher's answers, LoRA", "GKD", {"lmbda": 0.0, "seq_kd": True, "max_new_tokens": 7}, lora=True),
+    Case("online DPO", "OnlineDPO", {"max_new_tokens": 9, "learning_rate": 0.02, "missing_eos_penalty": 1.0}),
+    Case(
+        "online DPO, accumulated, LoRA", "OnlineDPO", {"max_new_tokens": 9, "gradient_accumulation_steps": 2},
+        lora=True,
+    ),
     Case("FSDP2, ORPO, accumulated", "ORPO", {"gradient_accumulation_steps": 2}, fsdp=True),
     Case("FSDP2, CPO, LoRA, checkpointed", "CPO", {**CHECKPOINTED, "learning_rate": 1e-2}, lora=True, fsdp=True),
     Case("FSDP2, TPO", "TPO", fsdp=True),
@@ -45,10 +50,12 @@ def without_ring(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
 def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     want = without_ring(ranks, case, mesh)
     outcomes = ranks(mesh.size).run(trained, case, mesh)
-    numbers = set() if case.name == "GKD" else {"logits/chosen", "logps/rejected", "rewards/margins"}
+    numbers = set() if case.name == "GKD" else {"logps/rejected", "rewards/margins"}
     assert {"loss", "grad_norm", *numbers} < want.steps[0].keys()
-    assert {"eval_loss", *(f"eval_{name}" for name in numbers)} < want.evaluation.keys()
-    assert_rings_learn_alike(outcomes, want, mesh, STEPS, moves=1e-4)
+    assert case.name == "OnlineDPO" or {"eval_loss", *(f"eval_{one}" for one in numbers)} < want.evaluation.keys()
+    # TRL logs each process's own rows there.
+    but = [(step, "val/contain_eos_token") for step in range(1, STEPS + 1)] if mesh.dp > 1 else []
+    assert_rings_learn_alike(outcomes, want, mesh, STEPS, moves=1e-4, but=but)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.why)

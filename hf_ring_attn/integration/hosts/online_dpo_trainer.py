@@ -1,0 +1,53 @@
+"""TRL's OnlineDPOTrainer in a ring: a ring generates and rewards its completions once, and models get shares of them.
+
+Prompts, rewards and metrics are those of a process for each ring (`rings_as_processes`). The step calls its models with
+the whole rows that it made, and these calls are sharded (`batch.whole_row_calls`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ... import errors
+from ..model import admission
+from ..patching.changes import Patch
+from . import rings_as_processes as rings
+from . import trainer
+from .ring_overrides import of_first_rank
+
+
+def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, model, inputs, num_items_in_batch)
+        trainer.refuse_trainer(self)
+        admission.refuse_always(self.model)
+        if self.args.use_vllm:
+            raise errors.UnsupportedOption("OnlineDPOTrainer with use_vllm", "let transformers generate")
+        with rings.rings_as_processes(self), trainer.sharded_calls(self, model):
+            return original(self, model, inputs, num_items_in_batch)
+
+    return training_step
+
+
+def _once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches a method so that all ranks of a ring take what its first rank returns."""
+
+    def once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if trainer.group_of(self) is None:
+            return original(self, *args, **kwargs)
+        return of_first_rank(self, original.__name__, lambda: original(self, *args, **kwargs))
+
+    return once
+
+
+ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"
+_REWARDS = "(self, prompts, completions, completion_ids_list, **reward_kwargs)"
+PATCHES = [
+    Patch(f"{ONLINE_DPO}.training_step", "(self, model, inputs, num_items_in_batch=)", _training_step),
+    Patch(f"{ONLINE_DPO}._generate", "(self, model, prompts, images=)", _once),
+    Patch(f"{ONLINE_DPO}._calculate_rewards_from_functions", _REWARDS, _once),
+]
