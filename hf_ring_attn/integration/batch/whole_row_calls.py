@@ -174,7 +174,7 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
 
     try:
         with ExitStack() as hooks:
-            for model in _called(models):
+            for model in {id(model): model for model in _called(models)}.values():
                 _around(model, before, after, hooks)
             yield
     finally:
@@ -193,20 +193,17 @@ class _Call:
 
 
 def _called(models: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
-    """The modules whose calls have rows of tokens: models in their wrappers, and those in a program's own modules."""
-    found = {id(model): model for one in models if one is not None for model in _models_of(one)}
-    compiled = [model for model in found.values() if introspect.compiled_part(model) is not None]
-    traced = {id(part) for model in compiled for part in introspect.unwrapped(model)[1:]}  # it would trace hooks
-    return (model for key, model in found.items() if key not in traced)
-
-
-def _models_of(model: nn.Module) -> Iterator[nn.Module]:
-    inner = introspect.inside(model)
-    if isinstance(inner, PreTrainedModel) or introspect.file_of(inner).startswith("peft."):
-        yield from [model] if introspect.uses_ring(model) else []
-        return
-    for part in inner.children():
-        yield from _models_of(part)
+    """The modules whose calls may have rows of tokens: models in their wrappers, and those inside, which a program may
+    call alone (a model below its head), or in modules of its own."""
+    for model in {id(model): model for model in models if model is not None}.values():
+        if not introspect.uses_ring(model):
+            continue
+        inner = introspect.inside(model)
+        is_model = isinstance(inner, PreTrainedModel) or introspect.file_of(inner).startswith("peft.")
+        compiled = introspect.compiled_part(model)
+        parts = () if compiled is not None else introspect.modules_of(inner)  # else it would trace hooks there
+        found = [part for part in parts if isinstance(part, PreTrainedModel) and part is not inner]
+        yield from [*([model] if is_model or compiled is not None else []), *found]
 
 
 def _around(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any], hooks: ExitStack) -> None:

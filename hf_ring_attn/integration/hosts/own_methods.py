@@ -17,6 +17,7 @@ from typing import Any
 
 from ..context import batch_context
 from .rings_as_processes import RingsCounted, rings_as_processes
+from .trainer_overrides import BY_CALLS
 
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
 """The functions made here. Not an attribute of them: a program's own wrapper would copy it."""
@@ -36,7 +37,8 @@ def count_rings(trainer: Any, group: Any) -> None:
     ) -> Any:
         host = of()
         call = functools.partial(kind.compute_loss, host, model, inputs, return_outputs)
-        if batch_context.current() is not None or isinstance(host.accelerator, RingsCounted):
+        is_trial = isinstance(host.accelerator, RingsCounted) and BY_CALLS not in vars(host)
+        if batch_context.current() is not None or is_trial:
             return call(num_items_in_batch, **named)
         if num_items_in_batch is not None and not host.args.average_tokens_across_devices:
             num_items_in_batch = num_items_in_batch * group.size()  # a rank's part

@@ -36,6 +36,11 @@ class RingsCounted:
         return getattr(self._accelerator, name)
 
     @property
+    def of_processes(self) -> Any:
+        """The accelerator itself."""
+        return self._accelerator
+
+    @property
     def num_processes(self) -> int:
         return int(self._accelerator.num_processes) // self._ring_size
 
@@ -73,6 +78,13 @@ def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses
     accelerator = trainer.accelerator
     is_counted = isinstance(accelerator, RingsCounted)
     return nullcontext() if is_counted else Replaced(trainer, "accelerator", kind(accelerator))
+
+
+def processes_counted(trainer: Any) -> AbstractContextManager[object]:
+    """Lets a trainer count processes again."""
+    accelerator = trainer.accelerator
+    is_counted = isinstance(accelerator, RingsCounted)
+    return Replaced(trainer, "accelerator", accelerator.of_processes) if is_counted else nullcontext()
 
 
 def once_per_ring(everyone: Any, ring_size: int) -> Any:

@@ -32,7 +32,7 @@ from ..patching.modules import Replaced
 from . import between_batches, liger_arguments, logged_numbers, own_methods, samplers, trainer_overrides
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
-from .rings_as_processes import RingsCounted, rings_as_processes
+from .rings_as_processes import RingsCounted, processes_counted, rings_as_processes
 
 
 def group_of(trainer: Any) -> Any:
@@ -88,7 +88,9 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
         raise errors.LossNotSharded("compute_loss_func", gathers=True)
     count = "num_items_in_batch"
     if not trainer.model_accepts_loss_kwargs and count not in introspect.parameters_of(trainer.model, [count]):
-        raise errors.LossNotSharded(f"the loss of {type(trainer.model).__name__}, which takes no {count},")
+        raise errors.LossNotSharded(
+            f"the loss of {type(trainer.model).__name__}, which takes no {count},", gathers=True
+        )
     if trainer.label_smoother is not None and not _counts(trainer):
         name = type(trainer.model).__name__
         todo = f"{name} has accepts_loss_kwargs=False, so the loss is neither a mean nor a sum; set it to 0.0"
@@ -197,13 +199,12 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     if loss == "auto" and (trainer.compute_loss_func is not None or smooths):
         loss = "gathered"
     if not isinstance(whole, Mapping) or loss == "gathered":
-        return isinstance(whole, Mapping) and not _gives_whole_rows(trainer)
-    named = [name for name, x in whole.items() if name.endswith(TOKENS) and isinstance(x, Tensor)]
-    return bool(named) and not any(name in TOKENS for name in named)
+        return not _gives_whole_rows(trainer)
+    return any(name.endswith(TOKENS) and name not in TOKENS for name, x in whole.items() if isinstance(x, Tensor))
 
 
 @contextmanager
-def whole_row_step(trainer: Any, model: nn.Module, whole: dict[str, Any]) -> Iterator[None]:
+def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]:
     """A step whose batch is whole, as are the outputs of its models: calls are sharded when they are made.
 
     Raises:
@@ -212,9 +213,10 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: dict[str, Any]) -> Ite
     refuse_trainer(trainer)
     admission.refuse_always(trainer.model)
     ring, options = find_ring(group_of(trainer)), options_of_batches(model)
-    facts = {**compared_inputs.empty_facts(options, whole), **compared_inputs.inputs_of(whole)}
-    ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(whole))
-    with prepared(trainer, whole), sharded_calls(trainer, model, True):
+    batch = whole if isinstance(whole, Mapping) else {"inputs": whole}
+    facts = {**compared_inputs.empty_facts(options, batch), **compared_inputs.inputs_of(batch)}
+    ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(batch))
+    with prepared(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
         yield
 
 
@@ -304,7 +306,8 @@ def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             between_batches.average_each_batch(self)
             own_methods.shard_calls(self, sharded_calls)
         if group is None or self.args.average_tokens_across_devices:
-            return original(self, batch_samples, device)
+            with processes_counted(self):  # it divides by the ring size
+                return original(self, batch_samples, device)
         # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.
         size = group.size()
         count = original(self, list(batch_samples) * size, device)
@@ -329,10 +332,11 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # As with `shard`, the mean of the ranks' losses is the loss of the whole batch. A trainer that averages over
         # devices multiplies losses by all ranks: so count and loss are divided by W here.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
-        averaged, is_trial = self.args.average_tokens_across_devices, isinstance(self.accelerator, RingsCounted)
-        ring_size = 1 if group is None or is_trial else group.size()
+        by_calls = trainer_overrides.BY_CALLS in vars(self)
+        averaged, counts_rings = self.args.average_tokens_across_devices, isinstance(self.accelerator, RingsCounted)
+        ring_size = 1 if group is None or (counts_rings and (averaged or not by_calls)) else group.size()
         size = 1 if context is None else context.ring.size
-        if context is None and self.model.training and trainer_overrides.BY_CALLS not in vars(self):
+        if context is None and self.model.training and not by_calls:
             warn(WHOLE_ROWS.format(type(self).__name__))
         items = num_items_in_batch if averaged else num_items_in_batch * ring_size
         sharded = context is None or not context.whole_head

@@ -35,6 +35,24 @@ class Weighs(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Counts(Trainer):
+    """Divides a sum by Trainer's count, as transformers does, and gathers numbers to scale by those of all rows."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"]
+        outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
+        each = next_token_losses(outputs.logits, labels)
+        rows = self.accelerator.gather(each.detach().mean(1))
+        assert len(rows) == len(labels) * self.accelerator.num_processes
+        count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        loss = each.sum() / count * (1 + rows.std())
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+
 class AddsToTheModels(Trainer):
     """Adds to the model's own loss how far hidden states spread in a row, and the hardest tokens."""
 

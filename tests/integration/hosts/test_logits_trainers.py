@@ -1,4 +1,4 @@
-"""ORPO, CPO, TPO, GKD and online DPO in a ring are what they are without one: losses, metrics, weights and evaluations."""
+"""ORPO, CPO, TPO, GKD and online DPO in a ring are what they are without one: losses, metrics and weights."""
 
 from __future__ import annotations
 
