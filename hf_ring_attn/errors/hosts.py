@@ -152,6 +152,17 @@ class UnclearScheduler(Refused):
         )
 
 
+class SameRowsGathered(Refused):
+    """A program gathers rows of all ranks, for its loss, where ranks of a ring have the same."""
+
+    def __init__(self, ring_size: int) -> None:
+        super().__init__(
+            f"tensors with gradients were gathered from all processes, but the {ring_size} ranks of a ring have the "
+            f"same rows, so each would count {ring_size} times. Leave it out. Or gather over rings: by the accelerator "
+            "of a Trainer, or in a process group with one rank of each ring."
+        )
+
+
 class HeadReadPastFsdp(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(

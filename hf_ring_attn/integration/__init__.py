@@ -17,6 +17,7 @@ from .hosts import (
     best_model,
     between_batches,
     checkpoints,
+    gathered_rows,
     generation_batch,
     prediction,
     random_states,
@@ -42,6 +43,7 @@ CHANGES: list[changes.Change] = [
     *checkpoints.PATCHES,
     *best_model.PATCHES,
     *random_states.PATCHES,
+    *gathered_rows.PATCHES,
     *sft_trainer.PATCHES,
 ]
 

@@ -8,6 +8,7 @@ much. Without it logits do, or hidden states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,11 +26,10 @@ from ..context.local_batch import LocalBatch
 from ..context.model_record import PooledOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
-from ..gradients import loss_gradients
 from ..losses import kinds, whole_heads
-from ..losses.lazy_logits import with_logits
-from ..patching.modules import Replaced
+from ..patching.modules import OwnForward, Replaced
 from .shard import Sharded, shard_for
+from .whole_outputs import kept_logits, of_tokens, weighed, whole_of_fused, whole_output
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,9 +163,9 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
         if output is None:  # an error ended it
             return None
         if call.fused:
-            return _whole_of_fused(output, sharded)
+            return whole_of_fused(output, sharded)
         whole = whole_output(output, sharded, _pooled(model))
-        return whole if call.kept is None else _kept(whole, call.kept)
+        return whole if call.kept is None else kept_logits(whole, call.kept)
 
     def leave(error: type[Exception] | None) -> None:
         sharded = running.pop().sharded
@@ -215,6 +215,7 @@ def _around(model: nn.Module, before: Callable[..., Any], after: Callable[..., A
         hooks.enter_context(
             model.register_forward_hook(lambda model, _args, output: after(model, output), always_call=True)
         )
+        hooks.enter_context(_called_by_forward(model))
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:  # of a model that is compiled in place, which would trace hooks
@@ -229,6 +230,27 @@ def _around(model: nn.Module, before: Callable[..., Any], after: Callable[..., A
         return whole
 
     hooks.enter_context(Replaced(model, "_compiled_call_impl", call))
+
+
+@contextmanager
+def _called_by_forward(model: nn.Module) -> Iterator[None]:
+    """Makes a program's ``model.forward(...)`` a call of the model: it would run no hooks."""
+    own, began = OwnForward(model), list[bool]()
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not began:
+            return model(*args, **kwargs)
+        began.pop()
+        return own.forward(*args, **kwargs)
+
+    forward.__module__, forward.replaced = __name__, own.replaced  # type: ignore[attr-defined]  # see `programs_own`
+
+    def begin(_model: nn.Module, _args: Any) -> None:
+        began[:] = [True]
+
+    with Replaced(model, "forward", forward), model.register_forward_pre_hook(begin):
+        yield
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -275,73 +297,6 @@ def _same(x: Any, other: Any) -> bool:
     return x is other or (x.shape == other.shape and torch.equal(x, other))
 
 
-# ---- outputs ---------------------------------------------------------------------------------------------------------
-
-
-def whole_output(output: Any, sharded: Sharded, pooled: Collection[str] = (), name: str = "") -> Any:
-    """A model's output with an entry for each token of the rows, in their order. It is differentiable.
-
-    Left out is what has no entry for each of a rank's tokens, a cache for example.
-
-    Args:
-        pooled: the names of outputs that are known to have none, and that are the same on every rank. name: of this
-            one.
-    """
-    if sharded.context.whole_head or name in pooled:
-        return with_logits(output, "output of whole rows")
-    if isinstance(output, Mapping):
-        if name in OF_TOWERS:  # whole rows run there, on every rank
-            return output
-        fields = {key: whole_output(x, sharded, pooled, key) for key, x in output.items() if key not in CACHES}
-        return type(output)(**{key: x for key, x in fields.items() if x is not None})
-    if isinstance(output, (tuple, list)):
-        parts: Any = [whole_output(x, sharded, pooled, name or f"{at}") for at, x in enumerate(output)]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    if not isinstance(output, Tensor):
-        return None
-    if output.dim() == 0:
-        return output if name in LOSSES else None
-    local = sharded.layout.local_length
-    if name == "router_logits" and output.dim() == 2 and len(output) % local == 0:
-        return _gathered(output.unflatten(0, (-1, local)), sharded).flatten(0, 1)
-    is_of_tokens = output.dim() >= 2 and output.shape[1] == local
-    return _gathered(output, sharded) if is_of_tokens else None
-
-
-def _gathered(x: Tensor, sharded: Sharded) -> Tensor:
-    whole = sharded.gather(x)
-    if whole.requires_grad and sharded.ring.size > 1:
-        whole.register_hook(lambda gradient: loss_gradients.compare_norm(gradient, sharded.ring))
-    return whole
-
-
-OF_TOWERS = {"image_outputs", "video_outputs", "audio_outputs"}
-"""Outputs of models with images and sound since transformers 5.24."""
-LOSSES = {"loss", "aux_loss", "0"}
-"""Outputs that are one number for whole rows, on every rank; "0" is the first one of a tuple."""
-
-
-def _whole_of_fused(output: Any, sharded: Sharded) -> Any:
-    """The output of TRL's fused head for whole rows: entries of a label, since no token follows the last one."""
-    if not isinstance(output, Mapping) or output.get("log_probs") is None:
-        raise errors.UnknownOutput("log_probs", None, sharded.layout.local_length)
-    fields = {name: x for name, x in output.items() if name != "loss"}  # that of this rank's tokens
-    for name, x in fields.items():
-        if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[1] == sharded.layout.local_length:
-            whole = sharded.gather(x.byte()).bool() if x.dtype == torch.bool else sharded.gather(x)
-            fields[name] = whole[:, :-1]
-    return type(output)(**fields)
-
-
-def _kept(output: Any, kept: int | Tensor) -> Any:
-    """The output with logits of some tokens alone, as transformers' heads choose them."""
-    places = slice(-kept or None, None) if isinstance(kept, int) else kept
-    if isinstance(output, Mapping):
-        fields = {name: x[:, places] if name == "logits" else x for name, x in output.items()}
-        return type(output)(**fields)
-    return tuple(x[:, places] if at == (output[0].dim() == 0) else x for at, x in enumerate(output))
-
-
 # ---- the self-check --------------------------------------------------------------------------------------------------
 
 
@@ -353,28 +308,14 @@ def _trial(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
     sharded = Sharded(*local)
     given = {name: row[name] for name in LOSS_INPUTS if row.get(name) is not None}
     output = whole_output(model(**_own_share(model, given, sharded)), sharded, _pooled(model))
-    return output["loss"] if given else weighed(_of_tokens(output))
+    return output["loss"] if given else weighed(of_tokens(output))
 
 
 def _trial_of_fused(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch) -> Any:
     given = {FUSED: True, "labels": local.inputs["labels"]}
     sharded = Sharded(*local)
-    return weighed(_whole_of_fused(model(**_own_share(model, given, sharded)), sharded).log_probs[..., None])
+    return weighed(whole_of_fused(model(**_own_share(model, given, sharded)), sharded).log_probs[..., None])
 
 
 def _pooled(model: nn.Module) -> Collection[str]:
     return latest_record(model).state(PooledOutputs)
-
-
-def _of_tokens(output: Any) -> Tensor:
-    """An output's logits, or the first one of its tensors of tokens."""
-    if isinstance(output, Mapping):
-        output = [x for name, x in output.items() if name not in LOSSES]
-    parts = output if isinstance(output, (tuple, list)) else [output]
-    return next(x for x in parts if isinstance(x, Tensor) and x.dim() > 1)
-
-
-def weighed(x: Tensor) -> Tensor:
-    """The sum of x [B, S, ...], in which each token has its own weight, for the self-check."""
-    weights = 1 + torch.linspace(0, 9, x.shape[1], device=x.device).sin() / 2
-    return (x * weights[:, None]).sum()

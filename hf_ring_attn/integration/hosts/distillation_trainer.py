@@ -17,7 +17,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor, nn
 
 from ..batch.shard import Sharded, shard_for
-from ..batch.whole_row_calls import weighed
+from ..batch.whole_outputs import weighed
 from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
 from ..batch.shard import Sharded
-from ..batch.whole_row_calls import whole_output
+from ..batch.whole_outputs import whole_output
 from ..context.introspect import CACHES
 from ..context.model_record import PooledOutputs, latest_record
 from ..context.trial_step import TrialStep

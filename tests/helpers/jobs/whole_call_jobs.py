@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn import functional as dist_functions
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import kl_div, normalize
 from torch.nn.parallel import DistributedDataParallel
@@ -180,7 +181,7 @@ def error_of(how: str) -> str:
     """What a program is refused with, as "Type: text"; "" if it is not."""
     model: Any = tiny("llama", "ring_fp32")
     batch = tokens(23)
-    rank = dist.get_rank()
+    rank, everyone = dist.get_rank(), [torch.empty(()) for _ in range(dist.get_world_size())]
     try:
         with hf_ring_attn.whole_rows(model) as rows:
             if how == "no call":
@@ -189,6 +190,13 @@ def error_of(how: str) -> str:
                 batch = tokens(23, seed=rank)
             logits = model(input_ids=batch["input_ids"]).logits
         factor = 1 + rank if how == "another loss on each rank" else 1
+        if how == "a number of each rank":
+            dist.all_gather(everyone, logits.mean().detach())
+        if how == "rows of all ranks":
+            everyone = [torch.empty_like(logits) for _ in everyone]
+            dist.all_gather(everyone, logits)
+        if how == "rows of all ranks, by a function with gradients":
+            logits = torch.cat(dist_functions.all_gather(logits))
         (logits.square().mean() * factor).backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
     except hf_ring_attn.RingAttentionError as error:

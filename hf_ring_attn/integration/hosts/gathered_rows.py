@@ -1,0 +1,47 @@
+"""Embeddings that a program gathers from all processes, as negatives of a contrastive loss.
+
+With accelerate's functions a trainer sees one process for each ring (`rings_as_processes`). torch's own gather from
+each rank, and ranks of a ring have the same rows: each would come several times, and be its own negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import errors
+from ...comm.ring import world_size
+from ..context.batch_context import live_batches
+from ..patching.changes import Patch
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches torch's function to refuse the same rows of several ranks, if they have gradients."""
+
+    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        work = original(tensor_list, tensor, group, async_op)
+        if isinstance(tensor, Tensor) and tensor.requires_grad and not async_op:
+            refuse_same(tensor_list)
+        return work
+
+    return all_gather
+
+
+def refuse_same(gathered: Sequence[Tensor]) -> None:
+    """Refuses tensors of all ranks of the world if all ranks of a ring gave the same.
+
+    Raises:
+        SameRowsGathered: on every rank of the ring.
+    """
+    if len(gathered) != world_size() or gathered[0].numel() < 2:
+        return
+    for ring in {context.ring for context in live_batches()}:
+        first, *others = (gathered[rank].detach() for rank in ring.ranks())
+        if all(torch.equal(first, other) for other in others):
+            raise errors.SameRowsGathered(ring.size)
+
+
+PATCHES = (Patch("torch.distributed:all_gather", "(tensor_list, tensor, group=, async_op=)", _all_gather),)
