@@ -40,8 +40,9 @@ class RingConfig:
             ``out.logits``, they are computed then, again at each reading. "sharded" makes the logits of the rank's
             tokens. "gathered" is for trainers: compute_loss gets whole rows, and what a model returns for them is
             all-gathered in order. This makes any loss exact, and takes S x V memory for logits on every rank. "auto":
-            gathered if a trainer has a compute_loss_func, or SFTTrainer smooths labels; chunked if the head and the
-            loss of the model allow it; else sharded. The line at start says which.
+            gathered if a trainer has a compute_loss_func, a compute_loss of a model that takes no count, a model with
+            a loss_function of the program's own, or rows of other names, or if SFTTrainer smooths labels; chunked if
+            the head and the loss of the model allow it; else sharded. The line at start says which.
         layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`. "balanced": packed rows get other
             chunks if a zigzag would give a rank more than 1.1 times the mean work; ``sharded.positions`` has them.
             Batches with images or sound, and those of `maybe_context_parallel`, always use the zigzag. "auto": balanced

@@ -25,7 +25,7 @@ from ..context.mesh import find_ring, ring_enabled, ring_group
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp
 from ..log import warn
-from ..losses import whole_heads
+from ..losses import kinds, whole_heads
 from ..model import adapters, admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
@@ -86,15 +86,19 @@ def _refuse_loss(trainer: Any, options: Any) -> None:
         raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
     if trainer.compute_loss_func is not None:
         raise errors.LossNotSharded("compute_loss_func", gathers=True)
-    count = "num_items_in_batch"
-    if not trainer.model_accepts_loss_kwargs and count not in introspect.parameters_of(trainer.model, [count]):
-        raise errors.LossNotSharded(
-            f"the loss of {type(trainer.model).__name__}, which takes no {count},", gathers=True
-        )
+    if not _takes_count(trainer):
+        name = type(trainer.model).__name__
+        raise errors.LossNotSharded(f"the loss of {name}, which takes no num_items_in_batch,", gathers=True)
     if trainer.label_smoother is not None and not _counts(trainer):
         name = type(trainer.model).__name__
         todo = f"{name} has accepts_loss_kwargs=False, so the loss is neither a mean nor a sum; set it to 0.0"
         raise errors.UnsupportedOption("label_smoothing_factor", todo)
+
+
+def _takes_count(trainer: Any) -> bool:
+    """Returns True if the trainer's model can divide its loss by the count of the whole batch."""
+    count = "num_items_in_batch"
+    return trainer.model_accepts_loss_kwargs or count in introspect.parameters_of(trainer.model, [count])
 
 
 def _is_a(trainer: Any, name: str) -> bool:
@@ -192,11 +196,14 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     """Returns True if a trainer's loss is of whole rows.
 
-    Its model's options say so, it has a function of outputs, or its rows have names of their own.
+    Its model's options say so; or the program has a function of outputs, of a model's logits, or a compute_loss of a
+    model that takes no count; or its rows have names of their own.
     """
     loss = options_of_batches(model).loss
     smooths = trainer.label_smoother is not None and _is_a(trainer, "SFTTrainer")  # by logits, which others do not need
-    if loss == "auto" and (trainer.compute_loss_func is not None or smooths):
+    is_own = own_methods.is_own(trainer, "compute_loss") and not _takes_count(trainer)
+    is_own = is_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
+    if loss == "auto" and (is_own or smooths):
         loss = "gathered"
     if not isinstance(whole, Mapping) or loss == "gathered":
         return not _gives_whole_rows(trainer)

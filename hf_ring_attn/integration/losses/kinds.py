@@ -41,9 +41,19 @@ def are_causal(model: nn.Module) -> bool:
     return all(programs_own(head.loss_function) is ForCausalLMLoss for head in loss_models_of(model))
 
 
-def _check(model: nn.Module, head: Any, context: BatchContext) -> None:
+def has_own_function(model: nn.Module) -> bool:
+    """Returns True if a causal language model has a loss function of the program's own."""
+    causal = [head for head in loss_models_of(model) if _kind(head) is ForCausalLMLoss]
+    return any(programs_own(head.loss_function) is not ForCausalLMLoss for head in causal)
+
+
+def _kind(head: Any) -> Any:
     # transformers uses the causal loss for names that it does not know (as of GPT2LMHeadModel).
-    if LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss) is not ForCausalLMLoss:
+    return LOSS_MAPPING.get(str(head.loss_type), ForCausalLMLoss)
+
+
+def _check(model: nn.Module, head: Any, context: BatchContext) -> None:
+    if _kind(head) is not ForCausalLMLoss:
         if body_of(model) is not None:
             raise errors.UnnamedModel(class_of(head))
         raise errors.LossNotSharded(f"the loss of {class_of(head)}, which is no causal language model's,")

@@ -33,7 +33,7 @@ RUNS = [
     replace(GATHERED, why="a teacher with another attention", kind=jobs.Distils),
     replace(GATHERED, why="a teacher in the ring", kind=jobs.DistilsInTheRing),
     replace(GATHERED, why="a function of outputs", loss_function=True, ring=RingConfig(), metrics="", predicts=""),
-    replace(GATHERED, why="a loss function of the model's own", change=jobs.with_a_loss_function),
+    replace(GATHERED, why="a loss function of the model's own", change=jobs.with_a_loss_function, ring=RingConfig()),
     replace(GATHERED, why="the model's loss with that of experts", model="mixtral", arguments=ACCUMULATED,
         metrics="", predicts=""),
     replace(GATHERED, why="labels smoothed", arguments={"label_smoothing_factor": 0.1}),

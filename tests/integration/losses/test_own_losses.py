@@ -280,7 +280,7 @@ def test_another_loss_function_is_refused_by_its_name(
     """The self-check let it pass, if its mean over ranks was near enough to that of the row."""
     for error in ranks(2).run(error_with_function, how, loss):
         assert error.startswith("LossNotSharded: the loss of "), error
-        assert ", whose loss_function is doubled, cannot be computed exactly from one rank's tokens. Use the " in error
+        assert ", whose loss_function is doubled, cannot be computed exactly from one rank's tokens. Use " in error
     assert error_with_function(how, loss) == ""  # one process
 
 

@@ -23,7 +23,7 @@ OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "attention_dropout": 0.0}
 BERT = {"attention_probs_dropout_prob": 0.0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 97}
 NO_INTERFACE = "its code does not use transformers' attention interface, so its attention would stay on each rank"
-GATHERED_INSTEAD = "cannot be computed exactly from one rank's tokens. Use the gathered loss: hf_ring_attn.configure("
+GATHERED_INSTEAD = "cannot be computed exactly from one rank's tokens. Use hf_ring_attn.configure("
 IN_A_LOOP = "cannot be computed exactly from one rank's tokens. If the model pools rows, set its loss_type="
 
 FORWARDS = [
@@ -228,7 +228,8 @@ TRAININGS = [
         text="the loss of OwnLossOfALaterModel.compute_loss (the self-check found ",
     ),
     Training(
-        why="a loss_function of its own", change=jobs.with_a_loss_function, error="LossNotSharded",
+        why="a loss_function of its own", run=Run(why="", ring=RingConfig(loss="sharded")),
+        change=jobs.with_a_loss_function, error="LossNotSharded",
         text=f"the loss of LlamaForCausalLM, whose loss_function is its_own_loss, {GATHERED_INSTEAD}",
     ),
     Training(
