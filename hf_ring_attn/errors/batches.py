@@ -47,6 +47,15 @@ class NotEntered(Refused):
         )
 
 
+class NotCalled(Refused):
+    def __init__(self) -> None:
+        super().__init__(
+            "rows.reduce_gradients() was called, but no model of whole_rows(...) was called with rows in its context, "
+            "so each rank computed whole rows. Give whole_rows the model that you call, with "
+            "attn_implementation='ring_fp32', and call it inside."
+        )
+
+
 class GenerationFromShare(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(
@@ -328,6 +337,17 @@ class PartialGroups(Refused):
             f"{completions} completions ({counted}) are no whole groups of {generations} generations. The ranks of a "
             "ring share their rows, so their number counts rings, not processes. Set per_device_train_batch_size, "
             "per_device_eval_batch_size or steps_per_generation to a multiple, or num_generations to a divisor."
+        )
+
+
+class NotOfTokens(Refused):
+    """An output of a model that gets whole rows, with a gradient, that cannot be made whole."""
+
+    def __init__(self, output: str, got: object, local: int) -> None:
+        super().__init__(
+            f"the model returns {output!r} ({got}), which has no entry for each of this rank's {local} tokens in its "
+            "second dim, so it is not that of whole rows. Compute it outside of the model, from what it returns for "
+            "tokens; or set the model's loss_type='ForSequenceClassification' (the guide of classification)."
         )
 
 

@@ -50,3 +50,25 @@ def sum_over_ring(x: Tensor, ring: Ring) -> Tensor:
     """All-reduces ``x``. Differentiable: the gradient of a loss that every rank computes from it is right once averaged
     over ranks."""
     return x if ring.size == 1 else _SumOverRing.apply(x, ring)  # type: ignore[no-untyped-call]
+
+
+class _MeanGradient(torch.autograd.Function):
+    """Identity; the backward is the mean over the ring."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order_only("whole rows")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ring.mean(gradient), None
+
+
+def mean_gradient(x: Tensor, ring: Ring) -> Tensor:
+    """Returns ``x``, whole rows of which each rank will compute its part: its gradient is then the same on all ranks.
+
+    The gradient of a rank's part must be W times what its tokens add to that of the loss, as after `gather_sequence`.
+    """
+    return x if ring.size == 1 or not x.requires_grad else _MeanGradient.apply(x, ring)  # type: ignore[no-untyped-call]

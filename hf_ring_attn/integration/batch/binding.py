@@ -280,7 +280,7 @@ def _note_failure(model: nn.Module, context: BatchContext, hooks: ExitStack) -> 
         if error is not None and alone and not ended:
             interruption_guard(context.ring).abandon()
 
-    if "_compiled_call_impl" in model.__dict__ or context.ring.size == 1:
+    if introspect.compiled_call(model) is not None or context.ring.size == 1:
         return
     if model_record.latest_record(model).uses_ring():
         hooks.enter_context(model.register_forward_hook(after, always_call=True, prepend=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,52 +10,64 @@ from torch import Tensor
 
 from ... import errors
 from ..context.introspect import CACHES
+from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
 from ..losses.lazy_logits import with_logits
+from ..losses.local_logits import held
+from ..model.experts import AuxiliaryLoss
 from .shard import Sharded
 
-
-def whole_output(output: Any, sharded: Sharded, pooled: Collection[str] = (), name: str = "") -> Any:
-    """A model's output with an entry for each token of the rows, in their order. It is differentiable.
-
-    Left out is what has no entry for each of a rank's tokens, a cache for example.
-
-    Args:
-        pooled: the names of outputs that are known to have none, and that are the same on every rank. name: of this
-            one.
-    """
-    if sharded.context.whole_head or name in pooled:
-        return with_logits(output, "output of whole rows")
-    if isinstance(output, Mapping):
-        if name in OF_TOWERS:  # whole rows run there, on every rank
-            return output
-        fields = {key: whole_output(x, sharded, pooled, key) for key, x in output.items() if key not in CACHES}
-        return type(output)(**{key: x for key, x in fields.items() if x is not None})
-    if isinstance(output, (tuple, list)):
-        parts: Any = [whole_output(x, sharded, pooled, name or f"{at}") for at, x in enumerate(output)]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    if not isinstance(output, Tensor):
-        return None
-    if output.dim() == 0:
-        return output if name in LOSSES else None
-    local = sharded.layout.local_length
-    if name == "router_logits" and output.dim() == 2 and len(output) % local == 0:
-        return _gathered(output.unflatten(0, (-1, local)), sharded).flatten(0, 1)
-    is_of_tokens = output.dim() >= 2 and output.shape[1] == local
-    return _gathered(output, sharded) if is_of_tokens else None
-
-
-def _gathered(x: Tensor, sharded: Sharded) -> Tensor:
-    whole = sharded.gather(x)
-    if whole.requires_grad and sharded.ring.size > 1:
-        whole.register_hook(lambda gradient: loss_gradients.compare_norm(gradient, sharded.ring))
-    return whole
-
-
+NOTHING_SEEN = SeenOutputs()
 OF_TOWERS = {"image_outputs", "video_outputs", "audio_outputs"}
 """Outputs of models with images and sound since transformers 5.24."""
-LOSSES = {"loss", "aux_loss", "0"}
+LOSSES = {"loss", "0"}
 """Outputs that are one number for whole rows, on every rank; "0" is the first one of a tuple."""
+
+
+def whole_output(output: Any, sharded: Sharded, seen: SeenOutputs = NOTHING_SEEN, path: str = "") -> Any:
+    """A model's output with an entry for each token of the rows, in their order. It is differentiable.
+
+    Left out is what has no entry for each of a rank's tokens.
+
+    Args:
+        seen: what the self-check saw of outputs. path: of this one, as "hidden_states.0".
+
+    Raises:
+        NotOfTokens: an output with a gradient would be left out.
+    """
+    if isinstance(output, Mapping):
+        if path in OF_TOWERS:  # whole rows run there, on every rank
+            return output
+        parts = {key: _part(x, sharded, seen, path, key) for key, x in output.items() if key not in CACHES}
+        return type(output)(**{key: x for key, x in parts.items() if x is not None})
+    if isinstance(output, (tuple, list)):
+        several = [_part(x, sharded, seen, path, at) for at, x in enumerate(output)]
+        return type(output)(*several) if hasattr(output, "_fields") else type(output)(several)
+    if not isinstance(output, Tensor):
+        return None
+    x, local, context = with_logits(held(output), "output of whole rows"), sharded.layout.local_length, sharded.context
+    is_known = path in LOSSES or (path == "aux_loss" and context.state(AuxiliaryLoss).computed)
+    if context.whole_head or path in seen.pooled or (x.dim() == 0 and is_known):
+        return _compared(x, sharded)
+    if path.startswith("router_logits") and x.dim() == 2 and len(x) % local == 0:
+        return _compared(sharded.gather(x.unflatten(0, (-1, local))).flatten(0, 1), sharded)
+    if x.dim() >= 2 and x.shape[1] == local and path not in seen.odd:
+        return _compared(sharded.gather(x), sharded)
+    if x.requires_grad:
+        raise errors.NotOfTokens(path or "a tensor", tuple(x.shape), local)
+    return None
+
+
+def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object) -> Any:
+    return whole_output(x, sharded, seen, f"{path}.{key}" if path else str(key))
+
+
+def _compared(x: Tensor, sharded: Sharded) -> Tensor:
+    """Lets ranks compare the gradient of what each of them has whole."""
+    if x.requires_grad and sharded.ring.size > 1 and x.dim():
+        # Of what no loss uses DDP gives None.
+        x.register_hook(lambda gradient: loss_gradients.compare_whole(gradient, sharded.ring, x.device))
+    return x
 
 
 def whole_of_fused(output: Any, sharded: Sharded) -> Any:
@@ -79,15 +91,17 @@ def kept_logits(output: Any, kept: int | Tensor) -> Any:
     return tuple(x[:, places] if at == (output[0].dim() == 0) else x for at, x in enumerate(output))
 
 
-def of_tokens(output: Any) -> Tensor:
-    """An output's logits, or the first one of its tensors of tokens."""
+def of_tokens(output: Any) -> Tensor | None:
+    """An output's logits, or the first one of its tensors of tokens; None: there are none."""
     if isinstance(output, Mapping):
         output = [x for name, x in output.items() if name not in LOSSES]
     parts = output if isinstance(output, (tuple, list)) else [output]
-    return next(x for x in parts if isinstance(x, Tensor) and x.dim() > 1)
+    return next((x for x in parts if isinstance(x, Tensor) and x.dim() > 1), None)
 
 
-def weighed(x: Tensor) -> Tensor:
+def weighed(x: Tensor | None) -> Tensor | None:
     """The sum of x [B, S, ...], in which each token has its own weight, for the self-check."""
+    if x is None:
+        return None
     weights = 1 + torch.linspace(0, 9, x.shape[1], device=x.device).sin() / 2
-    return (x * weights[:, None]).sum()
+    return (x * weights.reshape(-1, *[1] * (x.dim() - 2))).sum()

@@ -9,9 +9,10 @@ much. Without it logits do, or hidden states.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,14 +21,17 @@ from transformers import PreTrainedModel
 
 from ... import errors
 from ...arguments import check_type
+from ...layers.collectives import mean_gradient
 from ..context import batch_context, introspect, model_record
 from ..context.introspect import CACHES, TOKENS
 from ..context.local_batch import LocalBatch
-from ..context.model_record import PooledOutputs, latest_record
+from ..context.mesh import find_ring
+from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
 from ..losses import kinds, whole_heads
-from ..patching.modules import OwnForward, Replaced
+from ..patching.compiler import uncompiled
+from ..patching.modules import Replaced
 from .shard import Sharded, shard_for
 from .whole_outputs import kept_logits, of_tokens, weighed, whole_of_fused, whole_output
 
@@ -67,7 +71,7 @@ class WholeRows:
     def reduce_gradients(self, model: nn.Module | nn.Parameter) -> None:
         """Averages gradients over the ring: `Sharded.reduce_gradients`."""
         if self.latest is None:
-            raise errors.NotEntered("rows.reduce_gradients() was called, but no model of whole_rows(...),")
+            raise errors.NotCalled()
         self.latest.reduce_gradients(model)
 
 
@@ -122,135 +126,103 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
         batch: rows that were sharded before, in whose context the caller is; other calls are sharded when they are
             made.
     """
-    running: list[_Call] = []
 
-    def before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Inside a wrapper, or in the self-check; or the program has sharded the rows of this call.
-        if running or (batch is None and batch_context.current() is not None):
-            return None
-        names = introspect.parameters_of(introspect.loss_model_of(model) or model)  # PEFT's are *args, **kwargs
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        caches = given.get("use_cache") is True or any(given.get(name) is not None for name in CACHES)
-        if caches or all(given.get(name) is None for name in TOKENS):
-            return None
-        call = _Call(model, bool(given.get(FUSED)))
-        if not call.fused:
-            call.kept = given.pop(KEPT, None)
-        rows = {name: x for name, x in given.items() if isinstance(x, Tensor) or (x is not None and name == COUNT)}
-        running.append(call)
-        if batch is not None and _are_same(rows, batch.whole):
-            call.sharded = batch.sharded
-        else:  # on every rank: all hold whole rows
-            if batch is not None:
-                batch.sharded.context.log.called = False  # it may have no call of its own
-            try:
+    def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Inside, models are as without this: the ring hooks them, and takes a call of its own for one of a program.
+        with ExitStack() as inside:
+            inside.enter_context(calls.removed())
+            if batch is None and batch_context.current() is not None:  # the program has sharded the rows of this call
+                return model(*args, **kwargs)
+            given = _by_name(model, args, kwargs)
+            caches = given.get("use_cache") is True or any(given.get(name) is not None for name in CACHES)
+            if caches or all(given.get(name) is None for name in TOKENS):
+                return model(*args, **kwargs)
+            fused = bool(given.get(FUSED))
+            kept = None if fused else given.pop(KEPT, None)
+            rows = {name: x for name, x in given.items() if isinstance(x, Tensor) or (x is not None and name == COUNT)}
+            if batch is not None and _are_same(rows, batch.whole):
+                sharded = batch.sharded
+            else:  # on every rank: all hold whole rows
+                if batch is not None:
+                    batch.sharded.context.log.called = False  # it may have no call of its own
                 sharded = shard(model, rows)
-            except BaseException:
-                running.clear()
-                raise
-            sharded.__enter__()
-            call.sharded = sharded
-        return (), _own_share(model, given, call.sharded)
-
-    def after(model: nn.Module, output: Any) -> Any:
-        call = running[0] if running else None
-        sharded = None if call is None else call.sharded
-        if call is None or sharded is None or call.model is not model:
-            return output
-        if batch_context.current() is not sharded.context:
-            return output
-        leave(None if output is not None else RuntimeError)
-        if output is None:  # an error ended it
-            return None
-        if call.fused:
+                inside.enter_context(sharded)
+            output = model(**_own_share(model, given, sharded))
+        if fused:
             return whole_of_fused(output, sharded)
-        whole = whole_output(output, sharded, _pooled(model))
-        return whole if call.kept is None else kept_logits(whole, call.kept)
+        whole = whole_output(output, sharded, _known(model))
+        return whole if kept is None else kept_logits(whole, kept)
 
-    def leave(error: type[Exception] | None) -> None:
-        sharded = running.pop().sharded
-        if sharded is not None and (batch is None or sharded is not batch.sharded):
-            sharded.__exit__(error, None, None)
-
+    calls = _Calls(_called(models), call)
+    calls.put()
     try:
-        with ExitStack() as hooks:
-            for model in {id(model): model for model in _called(models)}.values():
-                _around(model, before, after, hooks)
-            yield
+        yield
     finally:
-        if running:  # Ctrl-C ended a call, after which torch calls no hook
-            leave(RuntimeError)
+        calls.remove()
 
 
-@dataclass
-class _Call:
-    """A call of a model with whole rows. ``kept``: the tokens whose logits it is to return."""
-
-    model: nn.Module
-    fused: bool
-    kept: int | Tensor | None = None
-    sharded: Sharded | None = None
+_BY_HOST = "hf_ring_attn shards the rows of a model's call"
+_PLACES = ("_compiled_call_impl", "forward")
+"""Where torch looks first for the function of a call, before it runs a module's hooks; and what a program may call."""
 
 
-def _called(models: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
+class _Called:
+    """A function in place of a model's calls. ``call`` gets the model and its arguments. ``replaced``: its own one."""
+
+    def __init__(self, model: nn.Module, call: Callable[..., Any], place: str) -> None:
+        self.model, self.call, self.replaced = model, call, model.__dict__.get(place)
+        self.__signature__ = inspect.signature(model.forward)
+
+    @uncompiled(_BY_HOST)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self.model, args, kwargs)
+
+    def __reduce__(self) -> Any:  # a copy of the model has its own forward
+        return _forward_of, (self.model, self.replaced)
+
+
+def _forward_of(model: nn.Module, replaced: Any) -> Any:
+    return functools.partial(type(model).forward, model) if replaced is None else replaced
+
+
+class _Calls:
+    """The functions in place of several models' calls."""
+
+    def __init__(self, models: Iterable[nn.Module], call: Callable[..., Any]) -> None:
+        self.models, self.call, self.replaced = list(models), call, list[Replaced]()
+
+    def put(self) -> None:
+        places = [(model, place) for model in self.models for place in _PLACES]
+        self.replaced += [Replaced(model, place, _Called(model, self.call, place)) for model, place in places]
+
+    def remove(self) -> None:
+        for one in reversed(self.replaced):
+            one.remove()
+        self.replaced.clear()
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Takes them off while inside."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self.put()
+
+
+def _called(models: Iterable[nn.Module | None]) -> list[nn.Module]:
     """The modules whose calls may have rows of tokens: models in their wrappers, and those inside, which a program may
     call alone (a model below its head), or in modules of its own."""
-    for model in {id(model): model for model in models if model is not None}.values():
-        if not introspect.uses_ring(model):
+    found: dict[int, nn.Module] = {}
+    for model in models:
+        if model is None or not introspect.uses_ring(model):
             continue
         inner = introspect.inside(model)
-        is_model = isinstance(inner, PreTrainedModel) or introspect.file_of(inner).startswith("peft.")
-        compiled = introspect.compiled_part(model)
-        parts = () if compiled is not None else introspect.modules_of(inner)  # else it would trace hooks there
-        found = [part for part in parts if isinstance(part, PreTrainedModel) and part is not inner]
-        yield from [*([model] if is_model or compiled is not None else []), *found]
-
-
-def _around(model: nn.Module, before: Callable[..., Any], after: Callable[..., Any], hooks: ExitStack) -> None:
-    """Calls functions before and after each call of a model, until ``hooks`` closes; ``after`` after errors, too."""
-    compiled = model.__dict__.get("_compiled_call_impl")
-    if compiled is None:
-        # First: others would fill in this rank's places if whole rows are as long as a rank's share.
-        hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        hooks.enter_context(
-            model.register_forward_hook(lambda model, _args, output: after(model, output), always_call=True)
-        )
-        hooks.enter_context(_called_by_forward(model))
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:  # of a model that is compiled in place, which would trace hooks
-        changed = before(model, args, kwargs)
-        if changed is None:
-            return compiled(*args, **kwargs)
-        output = None
-        try:
-            output = model.__dict__["_compiled_call_impl"](*changed[0], **changed[1])  # with what the ring put there
-        finally:
-            whole = after(model, output)
-        return whole
-
-    hooks.enter_context(Replaced(model, "_compiled_call_impl", call))
-
-
-@contextmanager
-def _called_by_forward(model: nn.Module) -> Iterator[None]:
-    """Makes a program's ``model.forward(...)`` a call of the model: it would run no hooks."""
-    own, began = OwnForward(model), list[bool]()
-
-    @functools.wraps(model.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not began:
-            return model(*args, **kwargs)
-        began.pop()
-        return own.forward(*args, **kwargs)
-
-    forward.__module__, forward.replaced = __name__, own.replaced  # type: ignore[attr-defined]  # see `programs_own`
-
-    def begin(_model: nn.Module, _args: Any) -> None:
-        began[:] = [True]
-
-    with Replaced(model, "forward", forward), model.register_forward_pre_hook(begin):
-        yield
+        if isinstance(inner, PreTrainedModel) or introspect.file_of(inner).startswith("peft."):
+            found[id(model)] = model
+        parts = (part for part in introspect.modules_of(inner) if isinstance(part, PreTrainedModel))
+        found.update({id(part): part for part in parts if part is not inner})
+    return [*found.values()]
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
@@ -266,7 +238,8 @@ def shard_call(
         name: of the host's class. beside: other models that will get them. fused: it is for log-probabilities.
         trains: the host sets the model to training mode first; None: it trains if gradients are on.
     """
-    trains = torch.is_grad_enabled() if trains is None else trains
+    trains, ring = torch.is_grad_enabled() if trains is None else trains, find_ring(group)
+    rows = {name: mean_gradient(x, ring) if isinstance(x, Tensor) else x for name, x in rows.items()}
     if fused:
         step = TrialStep(_trial_of_fused, trains, "", (name, FUSED))
         return shard_for(rows, group, options, model, False, step, beside)
@@ -275,6 +248,14 @@ def shard_call(
     shares = labelled and kinds.are_causal(model)
     trial = None if head or shares else TrialStep(_trial, trains, "", (name, "whole rows", labelled))
     return shard_for(rows, group, options, model, not (head or shares), trial, beside, head=head)
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    names = introspect.parameters_of(model)
+    if args and not any(name in TOKENS for name in names):  # PEFT's may be *args, **kwargs
+        names = introspect.parameters_of(introspect.loss_model_of(model) or model)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _own_share(model: nn.Module, given: Mapping[str, Any], sharded: Sharded) -> dict[str, Any]:
@@ -307,7 +288,7 @@ def _trial(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
     """
     sharded = Sharded(*local)
     given = {name: row[name] for name in LOSS_INPUTS if row.get(name) is not None}
-    output = whole_output(model(**_own_share(model, given, sharded)), sharded, _pooled(model))
+    output = whole_output(model(**_own_share(model, given, sharded)), sharded, _known(model))
     return output["loss"] if given else weighed(of_tokens(output))
 
 
@@ -317,5 +298,5 @@ def _trial_of_fused(model: nn.Module, _row: Mapping[str, Any], local: LocalBatch
     return weighed(whole_of_fused(model(**_own_share(model, given, sharded)), sharded).log_probs[..., None])
 
 
-def _pooled(model: nn.Module) -> Collection[str]:
-    return latest_record(model).state(PooledOutputs)
+def _known(model: nn.Module) -> SeenOutputs:
+    return latest_record(model).state(SeenOutputs)

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..patching.modules import programs_own
+
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
 TOKENS = ("input_ids", "inputs_embeds")
@@ -151,9 +153,14 @@ def _down_to_loss_models(model: nn.Module) -> Iterator[nn.Module]:
             to_visit += reversed([part for part in module._modules.values() if part is not None])
 
 
+def compiled_call(module: nn.Module) -> Any:
+    """The function of a module's call that torch.compile made of it in place; None if it did not."""
+    return programs_own(module.__dict__.get("_compiled_call_impl"))
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if torch.compile made ``module``, or was called on it in place."""
-    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+    return compiled_call(module) is not None or "_orig_mod" in module._modules
 
 
 def compiled_part(model: nn.Module) -> nn.Module | None:

@@ -18,7 +18,7 @@ from ...arguments import check_type
 from ...comm.groups import state_in
 from ...config import RingConfig
 from ..patching.modules import HOOKS, is_ours, programs_own
-from .introspect import NAME, configs_of, inside, is_compiled, modules_of
+from .introspect import NAME, compiled_call, configs_of, inside, is_compiled, modules_of
 
 S = TypeVar("S")
 
@@ -174,8 +174,16 @@ class ModelRecord:
         return not self._gone and visit.structure == self._structure and _values(self.configs) == self.values
 
 
-class PooledOutputs(set[str]):
-    """The names of a model's outputs that have no dim of tokens: those that the self-check compared."""
+@dataclass
+class SeenOutputs:
+    """The paths of a model's outputs whose dims are not [B, tokens, ...], as the self-check saw them.
+
+    Args:
+        pooled: without a dim of tokens; they were compared. odd: others of several dims.
+    """
+
+    pooled: set[str] = field(default_factory=set)
+    odd: set[str] = field(default_factory=set)
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()
@@ -258,7 +266,7 @@ def _visited(model: nn.Module) -> Visit:
                 visit.forwards.append(forward)
         if type(module) not in _WITHOUT_FUNCTIONS and FunctionType in map(type, own.values()):  # an activation, perhaps
             extend(code_of(x) for x in own.values() if type(x) is FunctionType and not is_ours(x))
-        if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
+        if "_compiled_call_impl" in own and compiled_call(module) is not None:
             add("compiled")
         if OF_TRANSFORMERS in own or OF_TORCH in own:
             visit.checkpointing.append(module)

@@ -6,7 +6,6 @@ tokens (twice the loss, if one of them is special) has another on each, perhaps 
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,8 @@ SAME_LOSS = (
     "Every rank must compute the same loss of whole rows: not of the rank's number, nor of data or random numbers that "
     "others do not have."
 )
+SAMPLE = 2**16
+"""The most numbers of a gradient that are compared one by one."""
 SAME_NORM = 1e-3
 """The relative difference of norms that rounding explains."""
 _DOUBLE, _LONG = struct.Struct("d"), struct.Struct("q")
@@ -47,11 +48,19 @@ def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None = None) ->
     wait_for(device, lambda: _refuse_factors(*end()))
 
 
-def compare_norm(gradient: Tensor, ring: Ring) -> None:
-    """Starts the comparison of a gradient of whole rows, which each rank computed. Sums in other orders may differ."""
-    device = ring.small_device(gradient.device)
-    norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-    bits: list[Any] = [_bits(norm, device)]
+def compare_whole(gradient: Tensor | None, ring: Ring, device: torch.device) -> None:
+    """Starts the comparison of a gradient of whole rows, which each rank computed. Sums in other orders may differ.
+
+    Args:
+        gradient: None, under DDP, of what no loss uses. device: of what it is a gradient.
+    """
+    norm, along = torch.zeros(2, dtype=torch.float64, device=device)
+    if gradient is not None:
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+        few = gradient.detach().flatten()[:: -(-gradient.numel() // SAMPLE)].double()
+        along = few @ torch.arange(len(few), dtype=torch.float64, device=few.device).cos()
+    device = ring.small_device(device)
+    bits: list[Any] = [_bits(norm, device), _bits(along, device)]
     end = ring.start_agreement({}, device, collect=bits, doing="compared a gradient of whole rows")
     wait_for(device, lambda: _refuse_norms(*end()))
 
@@ -77,11 +86,15 @@ def _refuse_factors(known: list[int], bits: list[int]) -> None:
         raise errors.RanksDiffer(_FACTOR, list(factors), TODO)
 
 
-def _refuse_norms(bits: list[int]) -> None:
-    norms: list[float] = torch.tensor(bits, dtype=torch.int64).view(torch.float64).tolist()
-    finite = [x for x in norms if math.isfinite(x)]
-    if finite and (len(finite) < len(norms) or max(finite) - min(finite) > SAME_NORM * max(finite)):
-        raise errors.RanksDiffer("gradient of what a model returned for whole rows (its norm)", list(norms), SAME_LOSS)
+def _refuse_norms(norms: list[int], along: list[int]) -> None:
+    """Raises RanksDiffer, on every rank, if gradients have other norms, or another part along one direction."""
+    size, part = (torch.tensor(bits, dtype=torch.int64).view(torch.float64) for bits in (norms, along))
+    finite = size.isfinite()
+    apart = torch.maximum(size.amax() - size.amin(), part.amax() - part.amin())
+    if finite.any() and not (finite.all() and apart <= SAME_NORM * size.amax()):
+        raise errors.RanksDiffer(
+            "gradient of what a model returned for whole rows (its norm)", size.tolist(), SAME_LOSS
+        )
 
 
 def finish() -> None:

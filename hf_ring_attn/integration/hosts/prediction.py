@@ -16,7 +16,7 @@ from ... import errors
 from ..batch.shard import Sharded
 from ..batch.whole_outputs import whole_output
 from ..context.introspect import CACHES
-from ..context.model_record import PooledOutputs, latest_record
+from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..gradients.replicas import mean_loss
 from ..losses.lazy_logits import ChunkedLoss
@@ -159,14 +159,14 @@ def predict(
     if not isinstance(outputs, dict):
         raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
     wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
-    pooled = latest_record(model).state(PooledOutputs)
+    pooled = latest_record(model).state(SeenOutputs).pooled
     logits = tuple(whole_sequences(sharded, name, outputs[name], name in pooled) for name in wanted)
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
 
 
 def whole_sequences(sharded: Sharded, name: str, x: Any, pooled: bool = False) -> Any:
     """Gathers a model's output to whole sequences. ``pooled``: it is known to have no entries for tokens."""
-    whole = whole_output(x, sharded, [name] if pooled else (), name)
+    whole = whole_output(x, sharded, SeenOutputs(pooled={name} if pooled else set()), name)
     if whole is None:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise errors.UnknownOutput(name, got, sharded.layout.local_length)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import modules_of, name_of, parameters_of
+from ..context.introspect import compiled_call, modules_of, name_of, parameters_of
 from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..context.tracked_input import TrackedInput
@@ -230,7 +230,7 @@ def watch(
             raise errors.ScoreModDropped(name_of(model), scored, plain)
         return output
 
-    compiled = model.__dict__.get("_compiled_call_impl")
+    compiled = compiled_call(model)
     if compiled is not None and not inside:  # it would trace hooks, and compile anew for those of each batch
 
         def call(*args: Any, **given: Any) -> Any:

@@ -30,9 +30,10 @@ from ..patching.compiler import uncompiled
 
 @dataclass
 class AuxiliaryLoss:
-    """Factor on the auxiliary loss that each rank returns; every rank computes all of it."""
+    """Factor on the auxiliary loss that each rank returns; every rank computes all of it. ``computed``: it has."""
 
     factor: float = 1.0
+    computed: bool = False
 
 
 FUNCTION = "load_balancing_loss_func"
@@ -124,6 +125,7 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
             return original(*args, **kwargs)
         factor = context.state(AuxiliaryLoss).factor
         if context.ring.size == 1:
+            context.state(AuxiliaryLoss).computed = True
             return original(*args, **kwargs) * factor
         if not is_known_balance(inspect.unwrap(original)):
             raise errors.UnsupportedArgument("the model", "output_router_logits=True", _UNKNOWN, "was called with")
@@ -135,6 +137,7 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
             found = [tuple(logits.shape) for logits in gate_logits]
             raise errors.BadShape("router_logits", found[0], f"it must have the {len(weights)} tokens of this rank")
         experts = num_experts or gate_logits[0].shape[-1]
+        context.state(AuxiliaryLoss).computed = True
         total = balancing_loss(
             gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring)
         )

@@ -51,7 +51,7 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
     with lazy_heads(model, running), ExitStack() as handles:
         for called in owners if whole is None else [whole] * bool(owners):
             # The call of a model that is running has begun, so only hooks see its loss.
-            compiled = not running and called.__dict__.get("_compiled_call_impl") is not None
+            compiled = not running and introspect.compiled_call(called) is not None
             traced = whole is not None or introspect.is_compiled(called)
             is_called = running and called is model
             if compiled:
@@ -108,7 +108,7 @@ def _hook(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: 
 
 
 def _around_compiled(model: nn.Module) -> Replaced:
-    compiled = model.__dict__["_compiled_call_impl"]
+    compiled = introspect.compiled_call(model)
 
     def call(*args: Any, **given: Any) -> Any:
         args, given = _complete(model, args, given)

@@ -28,7 +28,7 @@ from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect
 from ..context.batch_context import BatchContext
 from ..context.local_batch import LocalBatch, local_batch
-from ..context.model_record import ModelRecord, PooledOutputs, latest_record
+from ..context.model_record import ModelRecord, SeenOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
 from ..gradients.replicas import SAME_WEIGHTS
@@ -201,7 +201,9 @@ class _Check(AcrossRanks):
         else:
             raise errors.NothingToCheck(self.name)
         least = self._tolerance(dtypes)
-        latest_record(self.model).state(PooledOutputs).update(compared.pooled_errors(whole, share))
+        seen = latest_record(self.model).state(SeenOutputs)
+        seen.pooled.update(compared.pooled_errors(whole, share))
+        seen.odd.update(compared.odd_outputs(whole, share))
 
         def again() -> list[float]:
             return [self._spread(compared.errors(whole, share, call(), pooled=not inner))]

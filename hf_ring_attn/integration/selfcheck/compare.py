@@ -68,6 +68,12 @@ class ComparedTokens:
         pairs = self._pairs(whole, share, None)
         return {name.removeprefix("."): float(relative(got, want, 0)) for name, want, got, dim in pairs if dim is None}
 
+    def odd_outputs(self, whole: Any, share: Any) -> set[str]:
+        """The paths of outputs that are neither of tokens, in their second dim, nor without a dim of tokens."""
+        shares = dict(tensors_of(share))
+        shapes = {name: (x.shape, shares[name].shape) for name, x in tensors_of(whole) if x.dim() and name in shares}
+        return {name[1:] for name, (want, got) in shapes.items() if want != got and self.dim(want, got) != 1}
+
     def _pairs(self, whole: Any, share: Any, again: Any) -> Iterator[tuple[str, Tensor, Tensor, int | None]]:
         """The outputs of two runs at this rank's tokens, and the dim of these; None for a pooled output."""
         shares, others = dict(tensors_of(share)), dict(tensors_of(share if again is None else again))
