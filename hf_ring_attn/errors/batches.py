@@ -47,15 +47,6 @@ class NotEntered(Refused):
         )
 
 
-class NotCalled(Refused):
-    def __init__(self) -> None:
-        super().__init__(
-            "rows.reduce_gradients() was called, but no model of whole_rows(...) was called with rows in its context, "
-            "so each rank computed whole rows. Give whole_rows the model that you call, with "
-            "attn_implementation='ring_fp32', and call it inside."
-        )
-
-
 class GenerationFromShare(Refused):
     def __init__(self, model: str) -> None:
         super().__init__(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ... import errors
 from ...arguments import check_type
 from ...layers.collectives import mean_gradient
 from ..context import batch_context, introspect, model_record
@@ -29,6 +28,7 @@ from ..context.mesh import find_ring
 from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
+from ..log import warn
 from ..losses import kinds, whole_heads
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
@@ -71,8 +71,16 @@ class WholeRows:
     def reduce_gradients(self, model: nn.Module | nn.Parameter) -> None:
         """Averages gradients over the ring: `Sharded.reduce_gradients`."""
         if self.latest is None:
-            raise errors.NotCalled()
-        self.latest.reduce_gradients(model)
+            warn(NOT_CALLED)
+        else:
+            self.latest.reduce_gradients(model)
+
+
+NOT_CALLED = (
+    "no model that whole_rows was given was called with rows in its context, so each rank computed whole rows. The "
+    "numbers are right, but no memory is saved. Give whole_rows the model that you call, with ring_fp32, and call it "
+    "inside."
+)
 
 
 @contextmanager
