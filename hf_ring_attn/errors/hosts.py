@@ -152,6 +152,17 @@ class UnclearScheduler(Refused):
         )
 
 
+class PastOutputs(Refused):
+    """A loss of whole rows uses states of a rank's tokens, which a hook or an attribute took out of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the loss uses states from inside a model that a hook, or an attribute of a module, took out: those of one "
+            "rank's tokens, where the model returns whole rows. Let the model return them, as by "
+            "output_hidden_states=True or as another output of its forward."
+        )
+
+
 class SameRowsGathered(Refused):
     """A program gathers rows of all ranks, for its loss, where ranks of a ring have the same."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import errors
+from ...comm.ring import LOCAL
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
@@ -39,7 +41,7 @@ def whole_output(output: Any, sharded: Sharded, seen: SeenOutputs = NOTHING_SEEN
         if path in OF_TOWERS:  # whole rows run there, on every rank
             return output
         parts = {key: _part(x, sharded, seen, path, key) for key, x in output.items() if key not in CACHES}
-        return type(output)(**{key: x for key, x in parts.items() if x is not None})
+        return _mapping_like(output, {key: x for key, x in parts.items() if x is not None})
     if isinstance(output, (tuple, list)):
         several = [_part(x, sharded, seen, path, at) for at, x in enumerate(output)]
         return type(output)(*several) if hasattr(output, "_fields") else type(output)(several)
@@ -58,6 +60,15 @@ def whole_output(output: Any, sharded: Sharded, seen: SeenOutputs = NOTHING_SEEN
     return None
 
 
+def _mapping_like(output: Any, parts: dict[str, Any]) -> Any:
+    """The same kind of mapping; one of transformers may have entries beside its fields."""
+    names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set(parts)
+    made = type(output)(**{name: x for name, x in parts.items() if name in names})
+    for name in parts.keys() - names:
+        made[name] = parts[name]
+    return made
+
+
 def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object) -> Any:
     return whole_output(x, sharded, seen, f"{path}.{key}" if path else str(key))
 
@@ -65,9 +76,30 @@ def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object) -
 def _compared(x: Tensor, sharded: Sharded) -> Tensor:
     """Lets ranks compare the gradient of what each of them has whole."""
     if x.requires_grad and sharded.ring.size > 1 and x.dim():
-        # Of what no loss uses DDP gives None.
-        x.register_hook(lambda gradient: loss_gradients.compare_whole(gradient, sharded.ring, x.device))
+        ring, device = sharded.ring, x.device  # not x, which its hook would keep
+        x.register_hook(lambda gradient: loss_gradients.compare_whole(gradient, ring, device))
     return x
+
+
+OUTPUTS = {"_GatherSequenceBackward", "_OfBatchBackward", "_SumOverRingBackward"}
+"""The functions by which a loss may reach into a model: what it returned, its loss, and its experts' auxiliary loss."""
+
+
+def refuse_past_outputs(loss: Any) -> None:
+    """Refuses a loss that uses a rank's states, which a hook or an attribute took out of a model.
+
+    Raises:
+        PastOutputs: on every rank, as they run one program.
+    """
+    seen, todo = set[Any]([None]), list[Any]([loss.grad_fn] if isinstance(loss, Tensor) else [])
+    while todo:
+        node = todo.pop()
+        if node in seen or type(node).__name__ in OUTPUTS:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "_AttentionBackward" and LOCAL not in node.rest:
+            raise errors.PastOutputs()
+        todo += [following for following, _ in node.next_functions]
 
 
 def whole_of_fused(output: Any, sharded: Sharded) -> Any:

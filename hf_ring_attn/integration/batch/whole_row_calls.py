@@ -118,12 +118,14 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
         rows.latest = shard_call(model, given, group, model_record.options_of(model))
         return rows.latest
 
-    with whole_row_calls(models, shard):
+    with whole_row_calls(models, shard, inside=True):
         yield rows
 
 
 @contextmanager
-def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Rows | None = None) -> Iterator[None]:
+def whole_row_calls(
+    models: Iterable[nn.Module | None], shard: Shard, batch: Rows | None = None, inside: bool = False
+) -> Iterator[None]:
     """Lets ``models`` be called with whole rows.
 
     With ``fused_lm_head=True`` they return each field [B, S - 1] of a label, as TRL's head does for whole rows; else
@@ -133,6 +135,7 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
         shard: shards the rows of a call, for that call.
         batch: rows that were sharded before, in whose context the caller is; other calls are sharded when they are
             made.
+        inside: of modules and models of the program's own, shard the calls of those inside.
     """
 
     def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,7 +164,7 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
         whole = whole_output(output, sharded, _known(model))
         return whole if kept is None else kept_logits(whole, kept)
 
-    calls = _Calls(_called(models), call)
+    calls = _Calls(_called(models, inside), call)
     calls.put()
     try:
         yield
@@ -171,7 +174,7 @@ def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, batch: Row
 
 _BY_HOST = "hf_ring_attn shards the rows of a model's call"
 _PLACES = ("_compiled_call_impl", "forward")
-"""Where torch looks first for the function of a call, before it runs a module's hooks; and what a program may call."""
+"""The place where torch looks for the function of a call before it runs a module's hooks; and what programs call."""
 
 
 class _Called:
@@ -218,19 +221,25 @@ class _Calls:
             self.put()
 
 
-def _called(models: Iterable[nn.Module | None]) -> list[nn.Module]:
+def _called(models: Iterable[nn.Module | None], inside: bool) -> list[nn.Module]:
     """The modules whose calls may have rows of tokens: models in their wrappers, and those inside, which a program may
-    call alone (a model below its head), or in modules of its own."""
+    call alone (a model below its head). ``inside``: of a program's own modules and models those inside alone."""
     found: dict[int, nn.Module] = {}
     for model in models:
-        if model is None or not introspect.uses_ring(model):
-            continue
-        inner = introspect.inside(model)
-        if isinstance(inner, PreTrainedModel) or introspect.file_of(inner).startswith("peft."):
-            found[id(model)] = model
-        parts = (part for part in introspect.modules_of(inner) if isinstance(part, PreTrainedModel))
-        found.update({id(part): part for part in parts if part is not inner})
+        if model is not None and introspect.uses_ring(model):
+            inner = introspect.inside(model)
+            parts = [part for part in introspect.modules_of(inner) if isinstance(part, PreTrainedModel)]
+            is_model = introspect.file_of(inner).startswith("peft.") or inner in parts[:1]
+            if is_model and not (inside and _is_own(parts[0])):
+                found[id(model)] = model
+            found.update({id(part): part for part in parts if part is not inner and not (inside and _is_own(part))})
     return [*found.values()]
+
+
+def _is_own(model: nn.Module) -> bool:
+    """Returns True for a program's own model around another one: its ``forward`` may do anything with whole rows."""
+    parts = (part for part in introspect.modules_of(model) if isinstance(part, PreTrainedModel) and part is not model)
+    return not introspect.file_of(model).startswith("transformers.models.") and any(parts)
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from ..batch.whole_outputs import refuse_past_outputs
 from ..context import batch_context
 from .rings_as_processes import RingsCounted, rings_as_processes
 from .trainer_overrides import BY_CALLS
@@ -43,7 +44,10 @@ def count_rings(trainer: Any, group: Any) -> None:
         if num_items_in_batch is not None and not host.args.average_tokens_across_devices:
             num_items_in_batch = num_items_in_batch * group.size()  # a rank's part
         with rings_as_processes(host, RingsCounted):
-            return call(num_items_in_batch, **named)
+            result = call(num_items_in_batch, **named)
+        if BY_CALLS in vars(host):
+            refuse_past_outputs(result[0] if return_outputs else result)
+        return result
 
     _ours.add(compute_loss)
     trainer.compute_loss = compute_loss

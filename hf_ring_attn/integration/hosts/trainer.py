@@ -17,6 +17,7 @@ from ...comm.ring import Ring, world_size
 from ...config import RingConfig
 from ..batch import compared_inputs
 from ..batch.shard import SentNumbers, Sharded, shard_for
+from ..batch.whole_outputs import refuse_past_outputs
 from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import batch_context, introspect, model_record
 from ..context.introspect import TOKENS
@@ -203,11 +204,17 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     smooths = trainer.label_smoother is not None and _is_a(trainer, "SFTTrainer")  # by logits, which others do not need
     is_own = own_methods.is_own(trainer, "compute_loss") and not _takes_count(trainer)
     is_own = is_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
+    if loss == "gathered" or not isinstance(whole, Mapping):
+        return True
     if loss == "auto" and (is_own or smooths):
-        loss = "gathered"
-    if not isinstance(whole, Mapping) or loss == "gathered":
         return not _gives_whole_rows(trainer)
-    return any(name.endswith(TOKENS) and name not in TOKENS for name, x in whole.items() if isinstance(x, Tensor))
+    return any(_is_of_other_rows(name, x) for name, x in whole.items())
+
+
+def _is_of_other_rows(name: str, x: Any) -> bool:
+    """Returns True for tokens under a name of their own, as "chosen_input_ids" or "input_ids_j", and for a dict."""
+    is_named = name not in TOKENS and any(one in name for one in TOKENS)
+    return isinstance(x, Mapping) or (is_named and isinstance(x, Tensor))
 
 
 @contextmanager
@@ -231,7 +238,8 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
 def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False) -> Iterator[None]:
     """Lets a trainer call its models with whole rows. ``is_whole``: Trainer's own methods see them, too."""
     others = [x for x in vars(trainer).values() if isinstance(x, nn.Module)]  # a teacher, for example
-    calls = whole_row_calls((model, trainer.model, *others), functools.partial(shard_rows, trainer, fused=False))
+    shard = functools.partial(shard_rows, trainer, fused=False)
+    calls = whole_row_calls((model, trainer.model, *others), shard, inside=True)
     with Replaced(trainer, trainer_overrides.BY_CALLS, is_whole), calls:
         yield
 
@@ -350,6 +358,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
         times = 1 / ring_size if averaged else 1
+        if by_calls:
+            refuse_past_outputs(result[0] if return_outputs else result)
         return (result[0] * times, result[1]) if return_outputs else result * times
 
     return compute_loss

@@ -88,7 +88,7 @@ def test_a_term_that_a_gathered_loss_would_leave_out_is_refused(ranks: Ranks) ->
     """The loss of the gathered logits was taken in place of the model's, silently: 4.71 for 5.81."""
     for error, steps in ranks(2).run(refusal_of_a_models_term):
         assert error.startswith("LossNotSharded: the loss of RemoteModel (the self-check found "), error
-        assert "Give it to transformers.Trainer as compute_loss_func, a function of whole rows' logits" in error
+        assert "Compute it outside of the model, in compute_loss or compute_loss_func, with " in error
         assert steps == 0
 
 
@@ -180,7 +180,7 @@ def test_a_loss_of_pooled_rows_is_refused_before_a_step(ranks: Ranks) -> None:
     """A batch without labels had no trial step, and the loss was that of each rank's tokens, silently."""
     for error, steps in ranks(2).run(refusal, Contrasts, Unlabelled(), True):
         assert error.startswith("PooledLoss: the loss of Contrasts.compute_loss (the self-check found "), error
-        assert "set its loss_type='ForSequenceClassification'" in error
+        assert "RingConfig(loss='gathered')): then compute_loss gets whole rows" in error
         assert steps == 0
 
 
