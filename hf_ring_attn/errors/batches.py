@@ -331,6 +331,16 @@ class PartialGroups(Refused):
         )
 
 
+class CacheNotKept(Refused, AttributeError):
+    """The use of a cache that a call with whole rows did not make."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a call of whole rows in a ring keeps no cache, since a rank has the keys of its tokens alone. Call the "
+            "model with use_cache=True: then each rank computes whole rows, and the cache is that of one process."
+        )
+
+
 class NotOfTokens(Refused):
     """An output of a model that gets whole rows, with a gradient, that cannot be made whole."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ... import errors
 from ...arguments import check_type
 from ...layers.collectives import mean_gradient
 from ..context import batch_context, introspect, model_record
@@ -162,6 +163,9 @@ def whole_row_calls(
         if fused:
             return whole_of_fused(output, sharded)
         whole = whole_output(output, sharded, _known(model))
+        names = [name for name in CACHES if name in getattr(type(whole), "__dataclass_fields__", ())]
+        if names and isinstance(whole, Mapping) and _makes_cache(model, given):
+            whole[names[0]] = NoCache()  # type: ignore[index]
         return whole if kept is None else kept_logits(whole, kept)
 
     calls = _Calls(_called(models, inside), call)
@@ -170,6 +174,22 @@ def whole_row_calls(
         yield
     finally:
         calls.remove()
+
+
+class NoCache:
+    """Stands for the cache that one process would have."""
+
+    def __getattr__(self, _name: str) -> Any:
+        raise errors.CacheNotKept()
+
+
+def _makes_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Returns True if a call returns a cache in one process."""
+    inner: Any = introspect.loss_model_of(model) or introspect.inside(model)
+    config = inner.config.get_text_config()
+    uses = getattr(config, "use_cache", False) if given.get("use_cache") is None else given["use_cache"]
+    checkpoints = inner.training and getattr(inner, "is_gradient_checkpointing", False)
+    return bool(uses) and not checkpoints
 
 
 _BY_HOST = "hf_ring_attn shards the rows of a model's call"

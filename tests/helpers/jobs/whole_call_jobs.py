@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from torch.distributed.nn import functional as dist_functions
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import kl_div, normalize
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.batch.announce import loss_in_words
 from tests.helpers.jobs.plain_jobs import Batch, padded, tokens
 from tests.helpers.jobs.whole_row_jobs import SEPARATOR, next_token_losses
-from tests.helpers.models.tiny_models import tiny
+from tests.helpers.models.tiny_models import SIZES, build, tiny
 
 Loss = Callable[[Any, Batch], Tensor]
 
@@ -90,12 +92,31 @@ def distilled(model: Any, batch: Batch) -> Tensor:
     return kl_div(model(input_ids=ids).logits.log_softmax(-1), wanted, reduction="batchmean") + of_text
 
 
+def of_a_chain(model: Any, batch: Batch) -> Tensor:
+    """What a call returns goes into another one, and the gradient of its input is a part of the loss (FGM)."""
+    ids = batch["input_ids"]
+    table = (model.module if isinstance(model, DistributedDataParallel) else model).get_input_embeddings()
+    soft = model(input_ids=ids).logits.softmax(-1) @ table.weight
+    again = model(inputs_embeds=soft[:, ::2]).logits
+    (slope,) = torch.autograd.grad(again.square().mean(), soft, retain_graph=True)
+    total: Tensor = again.logsumexp(-1).mean() + (slope.detach() * soft).sum()
+    return total
+
+
+def of_a_forward(model: Any, batch: Batch) -> Tensor:
+    """The program calls the model by its forward, and the model below its head alone."""
+    ids = batch["input_ids"]
+    total: Tensor = model.forward(ids).logits.std() + model.model(ids[:, :9]).last_hidden_state.std()
+    return total
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """A loss and how its model is wrapped, and why it is here.
 
     Args:
         wrap: "", "DDP", "FSDP2", "compiled", "compiled in place", "LoRA" or "checkpointed". base: without its head.
+        clips: gradients are clipped before `reduce_gradients`.
     """
 
     why: str
@@ -105,6 +126,7 @@ class Case:
     base: bool = False
     batch: Batch = field(default_factory=lambda: tokens(23))
     dtype: torch.dtype = torch.float64
+    clips: bool = False
 
 
 @dataclass
@@ -147,6 +169,8 @@ def answer(case: Case, in_ring: bool = True) -> Answer:
     with hf_ring_attn.whole_rows(called) if in_ring else nullcontext() as rows:
         loss = case.loss(called, case.batch)
     loss.backward()
+    if case.clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     if rows is not None and case.wrap not in ("DDP", "FSDP2"):
         rows.reduce_gradients(model)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -177,6 +201,38 @@ def around(wrap: str, in_ring: bool = True) -> Answer:
     return Answer(loss.detach(), {name: p.grad for name, p in module.named_parameters()})
 
 
+class Parser(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """A model of a program's own: it returns scores of pairs of tokens and a number, too, and keeps another one."""
+
+    def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
+        states = self.model(input_ids, **inputs).last_hidden_state
+        self.spread = states.std(1).mean()
+        return {"arcs": states @ states.mT, "penalty": states.square().mean(), "logits": self.lm_head(states)}
+
+
+def parsed(in_ring: bool = True) -> Answer:
+    model = build(Parser, "ring_fp32" if in_ring else "sdpa", **SIZES).double()
+    with hf_ring_attn.whole_rows(model) if in_ring else nullcontext() as rows:
+        found = model(tokens(23)["input_ids"])
+    loss = found["arcs"].softmax(-1).square().sum() + found["penalty"] + model.spread + found["logits"].std()
+    loss.backward()
+    if rows is not None:
+        rows.reduce_gradients(model)
+    return Answer(loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def of_a_copy() -> tuple[Tensor, Tensor]:
+    """A weight's gradient of a model, and of a copy that was made inside, after both were called there."""
+    model: Any = tiny("llama", "ring_fp32")
+    with hf_ring_attn.whole_rows(model):
+        other = copy.deepcopy(model)
+        found = model(input_ids=tokens(23)["input_ids"]).logits
+        assert other.forward.__self__ is other if hasattr(other.forward, "__self__") else other.forward.args[0] is other
+        again = other(input_ids=tokens(23)["input_ids"]).logits
+    (found.square().mean() + again.square().mean()).backward()
+    return model.lm_head.weight.grad, other.lm_head.weight.grad
+
+
 def error_of(how: str) -> str:
     """What a program is refused with, as "Type: text"; "" if it is not."""
     model: Any = tiny("llama", "ring_fp32")
@@ -188,8 +244,13 @@ def error_of(how: str) -> str:
                 rows.reduce_gradients(model)
             if how == "other rows":
                 batch = tokens(23, seed=rank)
+            if how == "a cache":
+                cache = model(input_ids=batch["input_ids"]).past_key_values
+                model(input_ids=batch["input_ids"][:, :1], past_key_values=cache)
             logits = model(input_ids=batch["input_ids"]).logits
-        factor = 1 + rank if how == "another loss on each rank" else 1
+        factor: Any = 1 + rank if how == "another loss on each rank" else 1
+        if how == "other signs on each rank":
+            factor = torch.randn(logits.shape, generator=torch.Generator().manual_seed(rank)).sign()
         if how == "a number of each rank":
             dist.all_gather(everyone, logits.mean().detach())
         if how == "rows of all ranks":
@@ -197,7 +258,7 @@ def error_of(how: str) -> str:
             dist.all_gather(everyone, logits)
         if how == "rows of all ranks, by a function with gradients":
             logits = torch.cat(dist_functions.all_gather(logits))
-        (logits.square().mean() * factor).backward()
+        (logits * factor).square().sum().add((logits * factor).sum()).backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
     except hf_ring_attn.RingAttentionError as error:
         return f"{type(error).__name__}: {error}"

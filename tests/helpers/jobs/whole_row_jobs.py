@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, logsigmoid, normalize
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
 
 from tests.helpers.jobs.runs import Row, Rows
 from tests.helpers.models.tiny_models import tiny
@@ -107,13 +107,20 @@ class TrainingStep(Weighs):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(Rows):
-    """Rows and what they are compared with: the row in reverse, less two tokens. ``names``: of both kinds."""
+    """Rows and what they are compared with: the row in reverse, less two tokens.
+
+    Args:
+        names: of both kinds. nested: each kind is a dict.
+    """
 
     names: tuple[str, str] = ("chosen_", "rejected_")
+    nested: bool = False
 
     def collate(self, rows: list[Row]) -> Row:
         other = [{name: x.flip(0)[2:] for name, x in row.items()} for row in rows]
         both = super().collate(rows), super().collate(other)
+        if self.nested:
+            return dict(zip(("chosen", "rejected"), both, strict=True))  # type: ignore[arg-type]
         return {
             f"{name}{key}": x for name, batch in zip(self.names, both, strict=True) for key, x in batch.items()
             if key != "labels"
@@ -134,6 +141,46 @@ class Prefers(Trainer):
         worse, _ = self.log_probs(model, inputs, "rejected")
         loss = (-logsigmoid(better - worse) - better).mean()
         return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+
+class PrefersDicts(Prefers):
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        flat = {f"{kind}_{name}": x for kind, rows in inputs.items() for name, x in rows.items()}
+        return super().compute_loss(model, flat, *given, **named)
+
+
+class Regularized(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """Adds a spread of its states to its loss, and keeps another one in an attribute."""
+
+    @classmethod
+    def of(cls, model: Any) -> Any:
+        model.__class__ = cls
+        return model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> Any:
+        states = self.model(input_ids, attention_mask=attention_mask).last_hidden_state
+        self.kept = states.std()
+        logits = self.lm_head(states)
+        return {"loss": next_token_losses(logits, labels).mean() + states.std(1).mean(), "logits": logits}
+
+
+class ReadsAttributes(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["loss"] + self.accelerator.unwrap_model(model).kept
+        return (loss, outputs) if return_outputs else loss
+
+
+class Hooked(Weighs):
+    """Its loss uses states that a hook took out of a layer."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        found: list[Tensor] = []
+        layer = self.accelerator.unwrap_model(model).model.layers[0].mlp
+        handle = layer.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+        loss = super().compute_loss(model, inputs)
+        handle.remove()
+        return loss + found[-1].square().mean()
 
 
 class Retriever(nn.Module):

@@ -41,6 +41,10 @@ CASES = [
     Case("two lengths, FSDP2", jobs.of_two_calls, wrap="FSDP2"),
     Case("some logits", jobs.of_kept_logits),
     Case("embeddings", jobs.of_embeddings, base=True, batch=padded(23, 4, 3)),
+    Case("clipped as the backward left them", jobs.weighed, clips=True),
+    Case("clipped as the backward left them, LoRA", jobs.of_the_model, wrap="LoRA", clips=True),
+    Case("a chain, and a gradient of its input", jobs.of_a_chain),
+    Case("by its forward", jobs.of_a_forward),
     Case("a teacher and a generated text", jobs.distilled),
     Case("a teacher and a generated text, LoRA", jobs.distilled, wrap="LoRA"),
 ]  # fmt: skip
@@ -74,10 +78,23 @@ def test_a_module_of_a_programs_own_calls_the_model_inside(ranks: Ranks, wrap: s
         assert_same(got, want)
 
 
+def test_a_model_of_a_programs_own_may_return_and_keep_anything(ranks: Ranks) -> None:
+    want = jobs.parsed(in_ring=False)
+    for got in ranks(2).run(jobs.parsed):
+        assert_same(got, want)
+
+
+def test_a_copy_of_a_model_is_its_own(ranks: Ranks) -> None:
+    for first, second in ranks(2).run(jobs.of_a_copy):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+
+
 REFUSED = {
     "other rows": "RanksDiffer: .*input_ids",
     "another loss on each rank": "RanksDiffer: .*gradient of what a model returned for whole rows.*the same loss",
     "no call": "$",
+    "a cache": "CacheNotKept: ",
+    "other signs on each rank": "RanksDiffer: .*the same loss",
     "rows of all ranks": "SameRowsGathered: .* the 2 ranks of a ring have the same rows",
     "rows of all ranks, by a function with gradients": "SameRowsGathered: ",
     "a number of each rank": "$",

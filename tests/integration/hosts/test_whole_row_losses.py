@@ -11,9 +11,11 @@ from hf_ring_attn import RingConfig
 from tests.helpers.jobs import whole_row_jobs as jobs
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, by_turns, in_rings, without_ring
 from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trainer_of
 
 PADDED = Rows(shortest=9, pad_to="right", length=23, labelled="answers")
 PAIRS = jobs.Pairs(shortest=9, pad_to="right", length=23)
+DICTS = replace(PAIRS, nested=True)
 QUERIES = jobs.Pairs(shortest=9, pad_to="left", length=23, names=("query_", "passage_"))
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 GATHERED = Run(
@@ -45,6 +47,14 @@ RUNS = [
     replace(GATHERED, why="recurrent layers", model="qwen3_5", kind=jobs.Weighs, arguments={"learning_rate": 1e-3}),
     replace(NAMED, why="two kinds of rows", kind=jobs.Prefers, arguments=RANKED),
     replace(
+        NAMED, why="a dict of each kind of rows", kind=jobs.PrefersDicts, rows=DICTS,
+        evaluated=replace(DICTS, count=5, seed=2),
+    ),
+    replace(
+        GATHERED, why="a model's own loss", change=jobs.Regularized.of, kind=jobs.ReadsAttributes, metrics="",
+        predicts="",
+    ),
+    replace(
         NAMED, why="a module around the model", kind=jobs.Retrieves, change=jobs.Retriever, rows=QUERIES,
         evaluated=replace(QUERIES, count=6, seed=2),
     ),
@@ -60,3 +70,14 @@ def test_a_loss_of_whole_rows_is_that_of_one_process(ranks: Ranks, run: Run, mes
         if want.predictions is not None:
             assert got.predictions is not None
             torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
+
+
+def refusal_of_hooked() -> tuple[str, int]:
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        return refusal_of(trainer_of(replace(GATHERED, kind=jobs.Hooked), Mesh(cp=2), folder))
+
+
+def test_states_that_a_hook_takes_out_are_refused(ranks: Ranks) -> None:
+    for error, steps in ranks(2).run(refusal_of_hooked):
+        assert error.startswith("PastOutputs: the loss uses states from inside a model"), error
+        assert steps == 0
