@@ -81,8 +81,9 @@ def _compared(x: Tensor, sharded: Sharded) -> Tensor:
     return x
 
 
-OUTPUTS = {"_GatherSequenceBackward", "_OfBatchBackward", "_SumOverRingBackward"}
-"""The functions by which a loss may reach into a model: what it returned, its loss, and its experts' auxiliary loss."""
+OUTPUTS = {"_GatherSequenceBackward", "_OfBatchBackward", "_SumOverRingBackward", "_DDPSinkBackward"}
+"""The functions by which a loss may reach into a model: what it returned, also through DDP, its loss, and that of its
+experts."""
 
 
 def refuse_past_outputs(loss: Any) -> None:

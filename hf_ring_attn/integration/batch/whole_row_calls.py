@@ -140,9 +140,9 @@ def whole_row_calls(
     """
 
     def call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Inside, models are as without this: the ring hooks them, and takes a call of its own for one of a program.
+        # Inside, calls are the models' own: the ring hooks them, and the self-check makes some.
         with ExitStack() as inside:
-            inside.enter_context(calls.removed())
+            inside.enter_context(calls.off())
             if batch is None and batch_context.current() is not None:  # the program has sharded the rows of this call
                 return model(*args, **kwargs)
             given = _by_name(model, args, kwargs)
@@ -198,15 +198,18 @@ _PLACES = ("_compiled_call_impl", "forward")
 
 
 class _Called:
-    """A function in place of a model's calls. ``call`` gets the model and its arguments. ``replaced``: its own one."""
+    """A function in place of a model's calls. ``replaced``: what the program or a compiler put there, if anything."""
 
-    def __init__(self, model: nn.Module, call: Callable[..., Any], place: str) -> None:
-        self.model, self.call, self.replaced = model, call, model.__dict__.get(place)
+    def __init__(self, model: nn.Module, calls: _Calls, place: str) -> None:
+        self.model, self.calls, self.place, self.replaced = model, calls, place, model.__dict__.get(place)
         self.__signature__ = inspect.signature(model.forward)
 
     @uncompiled(_BY_HOST)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self.model, args, kwargs)
+        if not self.calls.are_off:
+            return self.calls.call(self.model, args, kwargs)
+        own = self.replaced or (self.model._call_impl if self.place == _PLACES[0] else _forward_of(self.model, None))
+        return own(*args, **kwargs)
 
     def __reduce__(self) -> Any:  # a copy of the model has its own forward
         return _forward_of, (self.model, self.replaced)
@@ -217,14 +220,15 @@ def _forward_of(model: nn.Module, replaced: Any) -> Any:
 
 
 class _Calls:
-    """The functions in place of several models' calls."""
+    """The functions in place of several models' calls. ``call`` gets the model and its arguments."""
 
     def __init__(self, models: Iterable[nn.Module], call: Callable[..., Any]) -> None:
         self.models, self.call, self.replaced = list(models), call, list[Replaced]()
+        self.are_off = False
 
     def put(self) -> None:
         places = [(model, place) for model in self.models for place in _PLACES]
-        self.replaced += [Replaced(model, place, _Called(model, self.call, place)) for model, place in places]
+        self.replaced += [Replaced(model, place, _Called(model, self, place)) for model, place in places]
 
     def remove(self) -> None:
         for one in reversed(self.replaced):
@@ -232,13 +236,13 @@ class _Calls:
         self.replaced.clear()
 
     @contextmanager
-    def removed(self) -> Iterator[None]:
-        """Takes them off while inside."""
-        self.remove()
+    def off(self) -> Iterator[None]:
+        """Lets calls inside be the models' own."""
+        before, self.are_off = self.are_off, True
         try:
             yield
         finally:
-            self.put()
+            self.are_off = before
 
 
 def _called(models: Iterable[nn.Module | None], inside: bool) -> list[nn.Module]:

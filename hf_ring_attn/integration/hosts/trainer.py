@@ -358,7 +358,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
             result = original(self, model, inputs, return_outputs, items / size if sharded else items)
         times = 1 / ring_size if averaged else 1
-        if by_calls:
+        if by_calls and context is None:
             refuse_past_outputs(result[0] if return_outputs else result)
         return (result[0] * times, result[1]) if return_outputs else result * times
 
