@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import ParallelismConfig
@@ -13,6 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback
 
 import hf_ring_attn
+from hf_ring_attn.integration.hosts import trainer_overrides
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
@@ -143,3 +145,10 @@ def one_step(name: str, plugin: bool) -> dict[str, float]:
         trainer.train()
         (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
         return {key: x for key, x in entry.items() if not key.endswith(("time", "runtime")) and isinstance(x, float)}
+
+
+def unknown(name: str, mesh: Mesh) -> str:
+    """What constructing a trainer of TRL raises that the package does not know."""
+    known = {one for one in trainer_overrides.EXACT_TRL if not one.endswith(f":{name}Trainer")}
+    with mock.patch.object(trainer_overrides, "EXACT_TRL", known):
+        return constructed(name, mesh)

@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to shard": ({"labels": IDS}, "the batch holds neither input_ids nor inputs_embeds, only ['labels']."),
     "rows under other names": (
         {"chosen_input_ids": IDS, "rejected_input_ids": IDS},
-        "only ['chosen_input_ids', 'rejected_input_ids']. Shard each kind of rows under these names",
+        "only ['chosen_input_ids', 'rejected_input_ids']. If it has several kinds of rows, call the model",
     ),
     "one row without a batch": ({"input_ids": IDS[0]}, "input_ids has shape (8,), but it must be [B, S]"),
     "embeddings without a width": ({"inputs_embeds": IDS}, "inputs_embeds has shape (2, 8), but it must be [B, S]"),

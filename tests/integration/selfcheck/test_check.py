@@ -111,8 +111,8 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(ranks: Ranks, size: int) -
     for error, text, steps in ranks(size).run(jobs.refused, "loss"):
         assert (error, steps) == ("LossNotSharded", 0)
         assert text.startswith("the loss of RemoteModel (the self-check found ")
-        assert "in one process) cannot be computed exactly from one rank's tokens. Give it to transformers." in text
-        assert "Trainer as compute_loss_func, a function of whole rows' logits, with " in text
+        assert "in one process) cannot be computed exactly from one rank's tokens. Compute it outside" in text
+        assert "of the model, in compute_loss or compute_loss_func, with " in text
 
 
 def test_options_for_a_trainer_leave_no_loss_of_a_plain_loop_untried(ranks: Ranks) -> None:
