@@ -16,6 +16,7 @@ from torch import Tensor
 from ... import errors
 from ...comm.ring import world_size
 from ..context.batch_context import live_batches
+from ..context.mesh import ring_of_process
 from ..patching.changes import Patch
 
 
@@ -46,7 +47,8 @@ def refuse_same(gathered: Sequence[Tensor]) -> None:
     """
     if len(gathered) != world_size() or gathered[0].numel() < 2:
         return
-    for ring in {context.ring for context in live_batches()}:
+    rings = {ring_of_process(), *(context.ring for context in live_batches())}  # a trainer's batches may have ended
+    for ring in (ring for ring in rings if ring.size > 1):
         first, *others = (gathered[rank].detach() for rank in ring.ranks())
         if all(torch.equal(first, other) for other in others):
             raise errors.SameRowsGathered(ring.size)
