@@ -6,6 +6,7 @@ each rank, and ranks of a ring have the same rows: each would come several times
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,23 +21,27 @@ from ..context.mesh import ring_of_process
 from ..patching.changes import Patch
 
 
-def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches torch's function to refuse the same rows of several ranks, if they have gradients."""
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patches one of torch's functions to refuse the same rows of several ranks, if they have gradients."""
 
-    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        work = original(tensor_list, tensor, group, async_op)
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+    signature = inspect.signature(original)
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        if torch.compiler.is_compiling() or not any(map(_trains, (*args[1:], *kwargs.values()))):
+            return work
+        caller, given = sys._getframe(1).f_globals.get("__name__", ""), signature.bind(*args, **kwargs).arguments
         # accelerate gathers numbers for logs, and its result has no gradient.
-        if (
-            isinstance(tensor, Tensor)
-            and tensor.requires_grad
-            and not async_op
-            and not caller.startswith("accelerate.")
-        ):
-            refuse_same(tensor_list)
+        if not given.get("async_op") and not caller.startswith("accelerate."):
+            gathered, tensor = [*given.values()][:2]
+            refuse_same(gathered.detach().flatten().split(tensor.numel()) if isinstance(gathered, Tensor) else gathered)
         return work
 
-    return all_gather
+    return gather
+
+
+def _trains(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def refuse_same(gathered: Sequence[Tensor]) -> None:
@@ -54,4 +59,7 @@ def refuse_same(gathered: Sequence[Tensor]) -> None:
             raise errors.SameRowsGathered(ring.size)
 
 
-PATCHES = (Patch("torch.distributed:all_gather", "(tensor_list, tensor, group=, async_op=)", _all_gather),)
+PATCHES = (
+    Patch("torch.distributed:all_gather", "(tensor_list, tensor, group=, async_op=)", _refusing),
+    Patch("torch.distributed:all_gather_into_tensor", "(output_tensor, input_tensor, group=, async_op=)", _refusing),
+)

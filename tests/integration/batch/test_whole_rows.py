@@ -96,6 +96,7 @@ REFUSED = {
     "a cache": "CacheNotKept: ",
     "other signs on each rank": "RanksDiffer: .*the same loss",
     "rows of all ranks": "SameRowsGathered: .* the 2 ranks of a ring have the same rows",
+    "rows of all ranks, in one tensor": "SameRowsGathered: ",
     "rows of all ranks, by a function with gradients": "SameRowsGathered: ",
     "a number of each rank": "$",
 }
