@@ -231,9 +231,11 @@ class _Calls:
         self.replaced += [Replaced(model, place, _Called(model, self, place)) for model, place in places]
 
     def remove(self) -> None:
+        """Takes them off; those that a program has put a function over pass calls on from now on."""
         for one in reversed(self.replaced):
             one.remove()
         self.replaced.clear()
+        self.are_off = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -249,14 +251,18 @@ def _called(models: Iterable[nn.Module | None], inside: bool) -> list[nn.Module]
     """The modules whose calls may have rows of tokens: models in their wrappers, and those inside, which a program may
     call alone (a model below its head). ``inside``: of a program's own modules and models those inside alone."""
     found: dict[int, nn.Module] = {}
-    for model in models:
-        if model is not None and introspect.uses_ring(model):
-            inner = introspect.inside(model)
-            parts = [part for part in introspect.modules_of(inner) if isinstance(part, PreTrainedModel)]
-            is_model = introspect.file_of(inner).startswith("peft.") or inner in parts[:1]
-            if is_model and not (inside and _is_own(parts[0])):
-                found[id(model)] = model
+    parts_of: dict[nn.Module, list[PreTrainedModel]] = {}  # wrappers have one model
+    for model in (model for model in models if model is not None):
+        inner = introspect.inside(model)
+        if inner not in parts_of:
+            uses = introspect.uses_ring(inner)
+            every = introspect.modules_of(inner) if uses else ()
+            parts = parts_of[inner] = [part for part in every if isinstance(part, PreTrainedModel)]
             found.update({id(part): part for part in parts if part is not inner and not (inside and _is_own(part))})
+        parts = parts_of[inner]
+        is_model = introspect.file_of(inner).startswith("peft.") or inner in parts[:1]
+        if parts and is_model and not (inside and _is_own(parts[0])):
+            found[id(model)] = model
     return [*found.values()]
 
 

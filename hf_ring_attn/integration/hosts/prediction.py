@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
 from ..batch.shard import Sharded
-from ..batch.whole_outputs import whole_output
+from ..batch.whole_outputs import NOTHING_SEEN, whole_output
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
@@ -53,12 +53,22 @@ def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
     )
 
 
-def _predict(original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
-    whole = trainer._prepare_inputs(inputs)
-    if calls_with_whole_rows(trainer, model, whole):
+def predicting(predict_in_ring: Callable[..., Any]) -> Callable[..., Any]:
+    """For `patch_prediction`: a host's own step, if its losses are of whole rows, else ``predict_in_ring``."""
+
+    def step(original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
+        whole = trainer._prepare_inputs(inputs)
+        if not calls_with_whole_rows(trainer, model, whole):
+            return predict_in_ring(trainer, model, whole, *given)
         with whole_row_step(trainer, model, whole):
             return original(trainer, model, whole, *given)
-    return predict(trainer, model, whole, *given, count=count_over_all, names=trainer.label_names)
+
+    return step
+
+
+def predict_batch(trainer: Any, *given: Any) -> Any:
+    """Trainer's prediction step on a sharded batch."""
+    return predict(trainer, *given, count=count_over_all, names=trainer.label_names)
 
 
 def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,14 +169,14 @@ def predict(
     if not isinstance(outputs, dict):
         raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
     wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
-    pooled = latest_record(model).state(SeenOutputs).pooled
-    logits = tuple(whole_sequences(sharded, name, outputs[name], name in pooled) for name in wanted)
+    seen = latest_record(model).state(SeenOutputs)
+    logits = tuple(whole_sequences(sharded, name, outputs[name], seen) for name in wanted)
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
 
 
-def whole_sequences(sharded: Sharded, name: str, x: Any, pooled: bool = False) -> Any:
-    """Gathers a model's output to whole sequences. ``pooled``: it is known to have no entries for tokens."""
-    whole = whole_output(x, sharded, SeenOutputs(pooled={name} if pooled else set()), name)
+def whole_sequences(sharded: Sharded, name: str, x: Any, seen: SeenOutputs = NOTHING_SEEN) -> Any:
+    """Gathers a model's output to whole sequences. ``seen``: what the self-check saw of outputs."""
+    whole = whole_output(x, sharded, seen, name)
     if whole is None:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise errors.UnknownOutput(name, got, sharded.layout.local_length)
@@ -178,5 +188,5 @@ _EVALUATION = "(self, dataloader, description, prediction_loss_only=, ignore_key
 PATCHES = [
     Patch(f"{TRAINER}.evaluation_loop", _EVALUATION, _evaluation_loop),
     Patch("transformers.trainer:speed_metrics", _SPEED, _speed_metrics),
-    patch_prediction(TRAINER, _predict),
+    patch_prediction(TRAINER, predicting(predict_batch)),
 ]

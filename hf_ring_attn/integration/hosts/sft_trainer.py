@@ -82,13 +82,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute_loss
 
 
-def _predict(original: Callable[..., Any], sft: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
+def _predict(sft: Any, *given: Any) -> Any:
     # SFTTrainer ignores label_names: it always has labels, and a loss.
-    whole = sft._prepare_inputs(inputs)
-    if trainer.calls_with_whole_rows(sft, model, whole):
-        with trainer.whole_row_step(sft, model, whole):
-            return original(sft, model, whole, *given)
-    return prediction.predict(sft, model, whole, *given, count=_count_of_ring, names=["labels"], only="logits")
+    return prediction.predict(sft, *given, count=_count_of_ring, names=["labels"], only="logits")
 
 
 def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
@@ -108,5 +104,5 @@ def _multiplied(sft: Any) -> int:
 SFT = "trl.trainer.sft_trainer:SFTTrainer"
 PATCHES = [
     Patch(f"{SFT}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
-    prediction.patch_prediction(SFT, _predict),
+    prediction.patch_prediction(SFT, prediction.predicting(_predict)),
 ]

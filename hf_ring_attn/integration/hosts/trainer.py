@@ -34,6 +34,7 @@ from . import between_batches, liger_arguments, logged_numbers, own_methods, sam
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
 from .rings_as_processes import RingsCounted, processes_counted, rings_as_processes
+from .trainer_overrides import OF_WHOLE_ROWS
 
 
 def group_of(trainer: Any) -> Any:
@@ -197,14 +198,15 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     """Returns True if a trainer's loss is of whole rows.
 
-    Its model's options say so; or the program has a function of outputs, of a model's logits, or a compute_loss of a
-    model that takes no count; or its rows have names of their own.
+    Its model's options say so, or its class; or the program has a function of outputs, of a model's logits, or a
+    compute_loss of a model that takes no count; or its rows have names of their own.
     """
     loss = options_of_batches(model).loss
     smooths = trainer.label_smoother is not None and _is_a(trainer, "SFTTrainer")  # by logits, which others do not need
     is_own = own_methods.is_own(trainer, "compute_loss") and not _takes_count(trainer)
     is_own = is_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
-    if loss == "gathered" or not isinstance(whole, Mapping):
+    is_of_whole_rows = any(f"{cls.__module__}:{cls.__name__}" in OF_WHOLE_ROWS for cls in type(trainer).__mro__)
+    if loss == "gathered" or is_of_whole_rows or not isinstance(whole, Mapping):
         return True
     if loss == "auto" and (is_own or smooths):
         return not _gives_whole_rows(trainer)

@@ -19,14 +19,17 @@ from ..context.introspect import unwrapped
 from ..context.tracked_input import version_of
 from ..patching.changes import Patch, installed
 
-EXACT_TRL = {
+OF_WHOLE_ROWS = {
+    "trl.experimental.orpo.orpo_trainer:ORPOTrainer", "trl.experimental.cpo.cpo_trainer:CPOTrainer",
+    "trl.experimental.tpo.tpo_trainer:TPOTrainer", "trl.experimental.gkd.gkd_trainer:GKDTrainer",
+}  # fmt: skip
+"""TRL's trainers whose loss needs logits of whole rows: ORPO, CPO (SimPO, AlphaPO), TPO and GKD."""
+EXACT_TRL = OF_WHOLE_ROWS | {
     "trl.trainer.base_trainer:_BaseTrainer", "trl.trainer.sft_trainer:SFTTrainer",
     "trl.trainer.dpo_trainer:DPOTrainer", "trl.trainer.kto_trainer:KTOTrainer",
     "trl.trainer.reward_trainer:RewardTrainer",
     "trl.trainer.grpo_trainer:GRPOTrainer", "trl.trainer.rloo_trainer:RLOOTrainer",
     "trl.trainer.distillation_trainer:DistillationTrainer",
-    "trl.experimental.orpo.orpo_trainer:ORPOTrainer", "trl.experimental.cpo.cpo_trainer:CPOTrainer",
-    "trl.experimental.tpo.tpo_trainer:TPOTrainer", "trl.experimental.gkd.gkd_trainer:GKDTrainer",
     "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer",
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""

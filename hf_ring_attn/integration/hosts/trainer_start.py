@@ -11,18 +11,24 @@ from . import (
     accelerate,
     distillation_trainer,
     grpo_trainer,
-    logits_trainers,
     online_dpo_trainer,
+    prediction,
     preference_trainers,
     sft_trainer,
     trainer,
 )
 from .parallelism_config import deferring_cp_checks
+from .trainer_overrides import OF_WHOLE_ROWS
 
 TRL_PATCHES = {
     sft_trainer.SFT: sft_trainer.PATCHES, **preference_trainers.PATCHES, **grpo_trainer.PATCHES,
-    distillation_trainer.DISTILLATION: distillation_trainer.PATCHES, **logits_trainers.PATCHES,
+    distillation_trainer.DISTILLATION: distillation_trainer.PATCHES,
     online_dpo_trainer.ONLINE_DPO: online_dpo_trainer.PATCHES,
+    # They override Trainer's prediction_step.
+    **{
+        host: [prediction.patch_prediction(host, prediction.predicting(prediction.predict_batch))]
+        for host in OF_WHOLE_ROWS
+    },
 }  # fmt: skip
 """The patches of TRL's trainers, by class."""
 STARTS = {

@@ -21,17 +21,22 @@ def next_token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits[:, :-1].transpose(1, 2).float(), labels[:, 1:], reduction="none")
 
 
+def called(model: Any, inputs: Any) -> tuple[Any, Tensor, Tensor]:
+    """The outputs of a call without labels, the losses of its tokens, and how many have labels."""
+    labels = inputs["labels"]
+    outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
+    return outputs, next_token_losses(outputs.logits, labels), (labels[:, 1:] != -100).sum()
+
+
 class Weighs(Trainer):
     """Weighs tokens by the separators before them and by their place, and takes the mean of a batch."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        labels = inputs["labels"]
-        outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
-        each = next_token_losses(outputs.logits, labels)
+        outputs, each, labelled = called(model, inputs)
         weights = 1 + (inputs["input_ids"] == SEPARATOR).cumsum(1)[:, 1:] + torch.linspace(0, 1, each.shape[1])
-        loss = (each * weights).sum() / (labels[:, 1:] != -100).sum()
+        loss = (each * weights).sum() / labelled
         return (loss, outputs) if return_outputs else loss
 
 
@@ -41,12 +46,10 @@ class Counts(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        labels = inputs["labels"]
-        outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
-        each = next_token_losses(outputs.logits, labels)
+        outputs, each, labelled = called(model, inputs)
         rows = self.accelerator.gather(each.detach().mean(1))
-        assert len(rows) == len(labels) * self.accelerator.num_processes
-        count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        assert len(rows) == len(each) * self.accelerator.num_processes
+        count = labelled if num_items_in_batch is None else num_items_in_batch
         loss = each.sum() / count * (1 + rows.std())
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
