@@ -194,7 +194,7 @@ def _makes_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 _BY_HOST = "hf_ring_attn shards the rows of a model's call"
 _PLACES = ("_compiled_call_impl", "forward")
-"""The place where torch looks for the function of a call before it runs a module's hooks; and what programs call."""
+"""The attributes with the function of a call. torch reads the first one before it runs hooks; programs call the second."""
 
 
 class _Called:
@@ -231,7 +231,7 @@ class _Calls:
         self.replaced += [Replaced(model, place, _Called(model, self, place)) for model, place in places]
 
     def remove(self) -> None:
-        """Takes them off; those that a program has put a function over pass calls on from now on."""
+        """Removes them. One that a program has wrapped since stays, and calls the model's own function."""
         for one in reversed(self.replaced):
             one.remove()
         self.replaced.clear()
@@ -239,7 +239,7 @@ class _Calls:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Lets calls inside be the models' own."""
+        """Passes calls on to the models' own functions while inside."""
         before, self.are_off = self.are_off, True
         try:
             yield
