@@ -194,7 +194,7 @@ def _makes_cache(model: nn.Module, given: Mapping[str, Any]) -> bool:
 
 _BY_HOST = "hf_ring_attn shards the rows of a model's call"
 _PLACES = ("_compiled_call_impl", "forward")
-"""The attributes with the function of a call. torch reads the first one before it runs hooks; programs call the second."""
+"""The attributes with the function of a call: torch reads the first before it runs hooks, programs call the second."""
 
 
 class _Called:
