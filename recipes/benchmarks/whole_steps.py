@@ -106,6 +106,8 @@ def parts() -> list[Run]:
         Run("ring_fused_32K", 32, f"{FUSED} --no-save-attention", "own_fused_32K"),
         Run("ring_saved_32K", 32, f"{FUSED} --save-attention", "own_fused_32K"),
         Run("ring_auto_32K", 32, FUSED, "own_fused_32K"),
+        Run("ring_rows_8K", 8, f"{FUSED} --loss gathered"),
+        Run("ring_rows_32K", 32, f"{FUSED} --loss gathered"),
         Run("ring_gather_8K", 8, f"{FUSED} --no-checkpointing --backward gather", "own_fast_8K"),
         Run("ring_auto_128K", 128, SFT, "own_sft_128K"),
         Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 8192", "own_fused_32K"),

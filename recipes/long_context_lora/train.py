@@ -22,6 +22,7 @@ from measure import Meter, flops_per_step
 from peft import LoraConfig, get_peft_model
 from shapes import SHAPES, config_of, random_model, random_model_in_4_bits
 from texts import Rows, by_bytes
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -42,8 +43,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--implementation", choices=("ring_fp32", "sdpa"), default="ring_fp32",
                         help="sdpa: accelerate's own context parallelism, to compare with")  # fmt: skip
     parser.add_argument("--trainer", choices=("trainer", "sft"), default="trainer")
-    parser.add_argument("--loss", choices=("auto", "chunked", "sharded"), default="auto",
-                        help="sharded: all logits of a rank's tokens (ring_fp32, Trainer)")  # fmt: skip
+    parser.add_argument("--loss", choices=("auto", "chunked", "sharded", "gathered"), default="auto",
+                        help="sharded: all logits of a rank's tokens; gathered: a loss of the program's own, of the "
+                        "logits of whole rows (ring_fp32, Trainer)")  # fmt: skip
     parser.add_argument("--backward", choices=("ring", "gather"), default="ring",
                         help="gather: keys and values are gathered again (ring_fp32)")  # fmt: skip
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -128,6 +130,12 @@ def common(options: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_whole_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Of logits [1, S, V] and labels [1, S] in the order of the row: any loss could stand here."""
+    losses = cross_entropy(outputs.logits[0, :-1].float(), labels[0, 1:], reduction="sum")
+    return losses / num_items_in_batch
+
+
 def compile_layers(model: Any, what: str) -> None:
     """Compiles each layer in place: ``what`` is "whole", "parts" or "" for none."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -177,7 +185,10 @@ def make_trainer(options: argparse.Namespace) -> Any:
             train_dataset=Dataset.from_dict({"input_ids": rows.tokens.tolist()}),
             processing_class=tokenizer,
         )
-    return Trainer(adapted, TrainingArguments(**common(options, on_gpu)), train_dataset=rows)
+    return Trainer(
+        adapted, TrainingArguments(**common(options, on_gpu)), train_dataset=rows,
+        compute_loss_func=of_whole_rows if options.loss == "gathered" else None,
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -6,16 +6,18 @@ Options: see `compared`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tests.gpu.compared import compare
-from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs, tool_jobs
+from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs, tool_jobs, whole_logits_jobs
 from tests.helpers.jobs.kinds_jobs import distance
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome
 from tests.integration.hosts import test_distillation_trainer as distillation
+from tests.integration.hosts import test_logits_trainers as of_logits
 from tests.integration.hosts import test_preference_images as images
 
 ON_GPU = {"use_cpu": False}
@@ -23,6 +25,7 @@ HALF = {**ON_GPU, "bf16": True}
 EXACT, COARSE = 2e-4, 0.1
 """Relative bounds of the loss and of how far all steps moved the weights: float32 with sampled tokens, bf16."""
 WANTED = ("Gemma 3", "Qwen2.5-VL", "a stream", "FSDP2", "at a temperature")
+OF_LOGITS = ("ORPO, accumulated", "CPO, ipo", "FSDP2, TPO", "some answers generated", "online DPO, accumulated")
 
 
 def cases() -> dict[str, Callable[[Mesh], Outcome]]:
@@ -34,6 +37,10 @@ def cases() -> dict[str, Callable[[Mesh], Outcome]]:
         found[pairs.why] = partial(preference_jobs.trained, pairs.with_args(**ON_GPU))
     for prompts in images.REINFORCED:
         found[prompts.why] = partial(grpo_jobs.trained, prompts.with_args(**ON_GPU))
+    for case in of_logits.CASES:
+        if any(word in case.why for word in OF_LOGITS):
+            on_gpu = replace(case, args={**case.args, **ON_GPU})
+            found[f"whole rows, {case.why}"] = partial(whole_logits_jobs.trained, on_gpu)
     for what in ("tools", "environments", "distillation"):
         found[f"tools, {what}"] = partial(of_tools, what)
     return found

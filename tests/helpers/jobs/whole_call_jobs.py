@@ -32,7 +32,7 @@ def weighed(model: Any, batch: Batch) -> Tensor:
     """Shifts by hand, weighs tokens by separators before them and by places, and divides by a count of its own."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     each = next_token_losses(model(**inputs).logits, batch["labels"])
-    weights = 1 + (batch["input_ids"] == SEPARATOR).cumsum(1)[:, 1:] + torch.linspace(0, 1, each.shape[1])
+    weights = 1 + (batch["input_ids"] == SEPARATOR).cumsum(1)[:, 1:] + torch.linspace(0, 1, each.shape[1]).to(each)
     total: Tensor = (each * weights).sum() / (batch["labels"][:, 1:] != -100).sum()
     return total
 
@@ -80,7 +80,7 @@ def of_embeddings(model: Any, batch: Batch) -> Tensor:
 
 def distilled(model: Any, batch: Batch) -> Tensor:
     """A teacher that is no model of the ring, and text that the student generates on the way."""
-    teacher: Any = tiny("llama", "eager", num_hidden_layers=1).to(next(model.parameters()).dtype)
+    teacher: Any = tiny("llama", "eager", num_hidden_layers=1).to(next(model.parameters()))
     ids = batch["input_ids"]
     with torch.no_grad():
         wanted = teacher(ids).logits.softmax(-1)
@@ -137,10 +137,10 @@ class Answer:
     gradients: dict[str, Tensor]
 
 
-def made(case: Case, in_ring: bool) -> tuple[Any, Any]:
+def made(case: Case, in_ring: bool, device: str) -> tuple[Any, Any]:
     """The model, and what the program calls."""
     model: Any = tiny(case.model, "ring_fp32" if in_ring else None)
-    model.to(case.dtype).config.use_cache = False  # else documents see each other without a ring
+    model.to(device, case.dtype).config.use_cache = False  # else documents see each other without a ring
     model = model.model if case.base else model
     if case.wrap == "LoRA":
         from peft import LoraConfig, get_peft_model
@@ -162,12 +162,13 @@ def made(case: Case, in_ring: bool) -> tuple[Any, Any]:
     return model, wraps.get(case.wrap, lambda model: model)(model)
 
 
-def answer(case: Case, in_ring: bool = True) -> Answer:
+def answer(case: Case, in_ring: bool = True, device: str = "cpu") -> Answer:
     """The loss and the gradients on this rank; or without the plugin."""
     torch.manual_seed(0)
-    model, called = made(case, in_ring)
+    model, called = made(case, in_ring, device)
+    batch = {name: x.to(device) for name, x in case.batch.items()}
     with hf_ring_attn.whole_rows(called) if in_ring else nullcontext() as rows:
-        loss = case.loss(called, case.batch)
+        loss = case.loss(called, batch)
     loss.backward()
     if case.clips:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)

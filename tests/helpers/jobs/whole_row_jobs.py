@@ -35,7 +35,7 @@ class Weighs(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         outputs, each, labelled = called(model, inputs)
-        weights = 1 + (inputs["input_ids"] == SEPARATOR).cumsum(1)[:, 1:] + torch.linspace(0, 1, each.shape[1])
+        weights = 1 + (inputs["input_ids"] == SEPARATOR).cumsum(1)[:, 1:] + torch.linspace(0, 1, each.shape[1]).to(each)
         loss = (each * weights).sum() / labelled
         return (loss, outputs) if return_outputs else loss
 
@@ -74,7 +74,7 @@ class Distils(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
         if self.teacher is None:
             self.teacher = tiny("llama", self.attention, hidden_size=16, num_hidden_layers=1)
-            self.teacher.eval()
+            self.teacher.eval().to(inputs["input_ids"].device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         with torch.no_grad():
             wanted = self.teacher(ids, mask).logits.softmax(-1)
@@ -201,7 +201,7 @@ class Retriever(nn.Module):
 
     def forward(self, query: Row, passage: Row) -> dict[str, Tensor]:
         scores = self.scale * self.embed(query) @ self.embed(passage).T
-        return {"loss": cross_entropy(scores, torch.arange(len(scores))), "logits": scores}
+        return {"loss": cross_entropy(scores, torch.arange(len(scores), device=scores.device)), "logits": scores}
 
 
 class Retrieves(Trainer):
