@@ -217,7 +217,7 @@ BESIDE_OWN = "2026-11-26-two-h100-beside-own"
 H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
-EXPERTS = "2026-11-28-experts"
+EXPERTS, ROWS = "2026-11-28-experts", "2026-11-28-any-loss"
 BLOCKS = "2026-11-27-ampere-blocks"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
@@ -227,6 +227,7 @@ STEPS = [
     ("8K", "2 x H100, a slower host", "Liger, no LoRA casts, no checkpointing", H100_SHORT, "ring_fast_8K-3", "own_fast_8K-3"),
     ("32K", "2 x H200", "Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K", "own_fast_32K"),
     ("32K", "2 x H100", '`save_attention="auto"`, Liger, no LoRA casts', H100_DEFAULTS, "ring_auto_32K", "own_fused_32K"),
+    ("32K", "2 x H200", '`save_attention="auto"`, Liger, no LoRA casts', ROWS, "ring_auto_32K", "own_fused_32K"),
     ("64K", "1 x H200", "one process, no option", ON_ONE, "plain_64K", ""),
     ("64K", "1 x H200", "one process, `mlp_tokens=8192`, `offload_above=2`", ON_ONE, "tiled_64K", ""),
     ("128K", "4 x H200", "", FOUR, "s128", "s128_own"),
@@ -413,6 +414,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "support_not_run": lambda: str(support()["not run"]),
     "loss_chunked_gib": lambda: f"{gib(LOSS, 'chunked_8K')} GiB",
     "loss_sharded_gib": lambda: f"{gib(LOSS, 'sharded_8K')} GiB",
+    "loss_rows_gib": lambda: f"{gib(ROWS, 'ring_rows_32K')} GiB",
+    "loss_auto_gib": lambda: f"{gib(ROWS, 'ring_auto_32K')} GiB",
+    "loss_rows_more": lambda: f"{times(ROWS, 'ring_rows_32K', 'ring_auto_32K') * 100 - 100:.0f} %",
     "chosen_forward": lambda: chosen_over_dense("forward"),
     "chosen_both": lambda: chosen_over_dense("both"),
     "blocks_ampere": lambda: blocks_faster("ampere", 2, 128),

@@ -267,8 +267,8 @@ def offloaded_layers(model: ModelShape, setup: Setup) -> int:
 
 
 def logits_bytes(model: ModelShape, setup: Setup) -> float:
-    """Logits of a chunk of tokens, or of all tokens of a rank, in the backward of their cross entropy."""
-    rows = setup.tokens_per_rank
+    """Logits of a chunk of tokens, of all tokens of a rank, or of the row, in the backward of their cross entropy."""
+    rows = setup.tokens_of_logits
     if not setup.makes_logits:
         rows = min(rows, rows_per_chunk(model.vocabulary))
     return float(LOSS_COPIES * rows * model.vocabulary * FLOAT32)

@@ -66,7 +66,7 @@ def seconds_of(model: ModelShape, setup: Setup) -> Seconds:
     layers = [_layer_seconds(model, layer, setup) for layer in model.layers]
     head_passes = 6 if setup.method == "full" else 4
     head = setup.tokens_per_rank * head_passes * (model.head + model.outside) / matmul_flops(setup)
-    logits = 10 * FLOAT32 * setup.tokens_per_rank * model.vocabulary / _memory_speed(setup.gpu)
+    logits = 10 * FLOAT32 * setup.tokens_of_logits * model.vocabulary / _memory_speed(setup.gpu)
     waiting = sum(_waiting(model, layer, one, setup) for layer, one in zip(model.layers, layers, strict=True))
     waiting += _offload(model, layers, setup)
     rows = setup.gpus // setup.ring_size

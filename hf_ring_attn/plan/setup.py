@@ -11,7 +11,7 @@ from .shape import AttentionShape
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 METHODS = ("lora", "qlora", "full")
 SHARDS = ("fsdp2", "ddp")
-LOSSES = ("chunked", "sharded")
+LOSSES = ("chunked", "sharded", "gathered")
 KERNELS = ("auto", *ATTENTION)
 OPTIMIZERS = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "paged_adamw_8bit": 2.0 + 8 / 256}
 """Bytes of two states per parameter; 8-bit states have a float32 scale per block of 256."""
@@ -88,6 +88,11 @@ class Setup:
     def makes_logits(self) -> bool:
         """All logits of a rank's tokens are made: in float16 a chunk cannot be scaled by the GradScaler's factor."""
         return self.loss != "chunked" or self.dtype == "float16"
+
+    @property
+    def tokens_of_logits(self) -> int:
+        """Tokens of which a rank makes a loss: all of the row if that is a program's own."""
+        return self.padded if self.loss == "gathered" else self.tokens_per_rank
 
     @property
     def casts_for_adapters(self) -> bool:

@@ -249,6 +249,15 @@ MEASURED_BY_DEFAULT = [
     Filed(NATIVE, "native_auto_160K", {**LIGER, **SAVED, "tokens": 163840}, gpu="h100"),
 ]
 
+ROWS = "2026-11-28-any-loss"
+MEASURED_ON_WHOLE_ROWS = [
+    Filed(ROWS, "ring_rows_8K", {**AT_8K, **SAVED, "loss": "gathered"}, False),
+    Filed(ROWS, "ring_rows_32K", {**AT_32K, **SAVED, "loss": "gathered"}),
+    Filed(ROWS, "ring_auto_32K", {**AT_32K, **SAVED}),
+    Filed(ROWS, "ring_fast_8K-3", {**AT_8K, "checkpointing": False}),
+]
+"""The first waits for its host."""
+
 LINEAR, QWEN35 = "2026-11-27-linear-attention", {"gpus": 2, "tokens": 32768, "kernel": "triton", **SAVED}
 MEASURED_WITH_LINEAR_ATTENTION = [Filed(LINEAR, "q35_32K", QWEN35, shape=QWEN35_9B, gpu="h100")]
 """Forecast from the speed of its scan, which is filed beside it. Before that of the convolution was, it said 3.12 s."""
@@ -266,7 +275,7 @@ ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
     *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN, *MEASURED_BY_DEFAULT,
-    *MEASURED_WITH_LINEAR_ATTENTION, *MEASURED_WITH_EXPERTS,
+    *MEASURED_WITH_LINEAR_ATTENTION, *MEASURED_WITH_EXPERTS, *MEASURED_ON_WHOLE_ROWS,
 ]  # fmt: skip
 
 
