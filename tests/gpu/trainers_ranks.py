@@ -37,10 +37,10 @@ def cases() -> dict[str, Callable[[Mesh], Outcome]]:
         found[pairs.why] = partial(preference_jobs.trained, pairs.with_args(**ON_GPU))
     for prompts in images.REINFORCED:
         found[prompts.why] = partial(grpo_jobs.trained, prompts.with_args(**ON_GPU))
-    for case in of_logits.CASES:
-        if any(word in case.why for word in OF_LOGITS):
-            on_gpu = replace(case, args={**case.args, **ON_GPU})
-            found[f"whole rows, {case.why}"] = partial(whole_logits_jobs.trained, on_gpu)
+    for one in of_logits.CASES:
+        if any(word in one.why for word in OF_LOGITS):
+            on_gpu = replace(one, args={**one.args, **ON_GPU})
+            found[f"whole rows, {one.why}"] = partial(whole_logits_jobs.trained, on_gpu)
     for what in ("tools", "environments", "distillation"):
         found[f"tools, {what}"] = partial(of_tools, what)
     return found

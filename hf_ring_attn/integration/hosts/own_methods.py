@@ -1,60 +1,111 @@
-"""A trainer's own methods that see whole rows, on every rank of a ring: training_step, and the compute_loss it calls.
+"""A trainer's own methods that see whole rows, on every rank of a ring: they run as in one process for each ring.
 
 A training_step may call models with the whole rows that it has, so these calls are sharded. What Trainer's own step
 calls is sharded before.
 
 The loss of a rank's tokens times the number of processes is right, since gradients are averaged. Of whole rows it is
-the number of rings: so that is what a compute_loss sees there.
+the number of rings. So a method of whole rows has an accelerator that counts rings, and counts of tokens of its ring.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from ..batch.whole_outputs import refuse_past_outputs
 from ..context import batch_context
-from .rings_as_processes import RingsCounted, rings_as_processes
+from ..patching.modules import Replaced
+from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
 from .trainer_overrides import BY_CALLS
+
+OF_RINGS = "_hf_ring_attn_of_rings"
+"""The attribute of a trainer in a method whose counts of tokens are those of its ring."""
+COUNT = "num_items_in_batch"
+EVALUATIONS = ("evaluate", "evaluation_loop")
 
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
 """The functions made here. Not an attribute of them: a program's own wrapper would copy it."""
+_steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Trainers whose own training_step does not call Trainer's."""
+
+
+@contextmanager
+def as_one_process(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> Iterator[None]:
+    """Lets a method of a trainer run as in one process for each ring."""
+    with rings_as_processes(trainer, kind), Replaced(trainer, OF_RINGS, True):
+        yield
+
+
+@contextmanager
+def as_ranks(trainer: Any) -> Iterator[None]:
+    """Lets a host's method run on each rank as by itself, though one of the program's calls it."""
+    with processes_counted(trainer), ExitStack() as stack:
+        for name in (OF_RINGS, BY_CALLS):
+            if name in vars(trainer):
+                stack.callback(vars(trainer).__setitem__, name, vars(trainer).pop(name))
+        yield
 
 
 def count_rings(trainer: Any, group: Any) -> None:
-    """Lets a compute_loss of the program's own count rings where no batch is sharded. ``group``: of the ring."""
+    """Lets a compute_loss of the program's own, and evaluations, count rings where no batch is sharded.
+
+    Args:
+        group: of the ring.
+    """
+    if group is None:
+        return
+    for method in EVALUATIONS:
+        if is_own(trainer, method):
+            _put(trainer, method, as_one_process)
     kind = type(trainer)
     is_known = kind.compute_loss.__module__.startswith(("transformers.", "trl."))
-    if group is None or is_known or "compute_loss" in vars(trainer):
+    if is_known or "compute_loss" in vars(trainer):
         return
     of: Any = weakref.ref(trainer)  # else each would keep the other alive
 
     @functools.wraps(kind.compute_loss)
-    def compute_loss(
-        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **named: Any
-    ) -> Any:
-        host = of()
-        call = functools.partial(kind.compute_loss, host, model, inputs, return_outputs)
-        is_trial = isinstance(host.accelerator, RingsCounted) and BY_CALLS not in vars(host)
-        if batch_context.current() is not None or is_trial:
-            return call(num_items_in_batch, **named)
-        if num_items_in_batch is not None and not host.args.average_tokens_across_devices:
-            num_items_in_batch = num_items_in_batch * group.size()  # a rank's part
-        with rings_as_processes(host, RingsCounted):
-            result = call(num_items_in_batch, **named)
-        if BY_CALLS in vars(host):
-            refuse_past_outputs(result[0] if return_outputs else result)
+    def compute_loss(model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        host, context = of(), batch_context.current()
+        by_calls = BY_CALLS in vars(host)
+        is_sharded = context is not None and not context.whole_head and not by_calls
+        is_trial = isinstance(host.accelerator, RingsCounted) and not by_calls
+        if is_sharded or is_trial or OF_RINGS in vars(host):
+            return kind.compute_loss(host, model, inputs, *given, **named)
+        given, named = _of_ring(host, kind.compute_loss, (model, inputs, *given), named, group.size())
+        with as_one_process(host):
+            result = kind.compute_loss(host, *given, **named)
+        if by_calls:
+            refuse_past_outputs(result[0] if isinstance(result, tuple) else result)
         return result
 
     _ours.add(compute_loss)
     trainer.compute_loss = compute_loss
 
 
-def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:
-    """Lets a training_step of the program's own run in a context. ``calls``: makes it for a trainer and a model."""
+def _of_ring(
+    trainer: Any, method: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], size: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a method without its trainer, with the ring's count of tokens in place of a rank's part."""
+    if trainer.args.average_tokens_across_devices:  # the count is that of all ranks
+        return given, named
+    places = [name for name in inspect.signature(method).parameters if name != "self"]
+    if named.get(COUNT) is not None:
+        named = {**named, COUNT: named[COUNT] * size}
+    elif COUNT in places[: len(given)] and given[at := places.index(COUNT)] is not None:
+        given = (*given[:at], given[at] * size, *given[at + 1 :])
+    return given, named
+
+
+def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]], size: int) -> None:
+    """Lets a training_step of the program's own call models with whole rows.
+
+    Args:
+        calls: makes the context of a trainer and a model in which its calls are sharded. size: of the ring.
+    """
     own = vars(trainer).get("training_step")
     if own in _ours or not is_own(trainer, "training_step"):
         return
@@ -64,11 +115,44 @@ def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager
     @functools.wraps(kind.training_step if own is None else own)
     def training_step(model: Any, *given: Any, **named: Any) -> Any:
         host = of()
-        with calls(host, model):
-            return kind.training_step(host, model, *given, **named) if own is None else own(model, *given, **named)
+        method = kind.training_step if own is None else own
+        given, named = _of_ring(host, method, (model, *given), named, size)
+        _steps_by_itself.add(host)  # until Trainer's own is called
+        with as_one_process(host), calls(host, model):
+            return method(host, *given, **named) if own is None else method(*given, **named)
 
     _ours.add(training_step)
     trainer.training_step = training_step
+
+
+def hosts_step(trainer: Any, call: Callable[[Any], Any], count: Any, size: int) -> Any:
+    """Calls Trainer's own training_step with its count of tokens, perhaps from one of the program's."""
+    _steps_by_itself.discard(trainer)
+    if OF_RINGS in vars(trainer) and count is not None and not trainer.args.average_tokens_across_devices:
+        count = count / size
+    with as_ranks(trainer):
+        return call(count)
+
+
+def steps_by_itself(trainer: Any) -> bool:
+    """Returns True if the program's own training_step trains on whole rows, by a compute_loss of its own."""
+    return trainer in _steps_by_itself and is_own(trainer, "compute_loss")
+
+
+def _put(trainer: Any, method: str, context: Callable[[Any], AbstractContextManager[Any]]) -> None:
+    """Lets a method of a trainer's class run in a context."""
+    if method in vars(trainer):
+        return
+    of: Any = weakref.ref(trainer)
+    kind = type(trainer)
+
+    @functools.wraps(getattr(kind, method))
+    def own(*given: Any, **named: Any) -> Any:
+        with context(of()):
+            return getattr(kind, method)(of(), *given, **named)
+
+    _ours.add(own)
+    setattr(trainer, method, own)
 
 
 def is_own(one: Any, method: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..context.trial_step import TrialStep
 from ..gradients.replicas import mean_loss
 from ..losses.lazy_logits import ChunkedLoss
 from ..patching.changes import Patch
+from . import own_methods
 from .rings_as_processes import RingsAsProcesses
 from .trainer import (
     TRAINER,
@@ -73,11 +74,13 @@ def predict_batch(trainer: Any, *given: Any) -> Any:
 
 def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
-        if group_of(self) is not None and self.gather_function == self.accelerator.gather:
-            self.gather_function = RingsAsProcesses(self.accelerator).gather
-        prepares = shards_batches(self) and not self.accelerator._models  # else it is prepared already
-        with _prepared_for_evaluation(self) if prepares else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(own_methods.as_ranks(self))
+            # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
+            if group_of(self) is not None and self.gather_function == self.accelerator.gather:
+                self.gather_function = RingsAsProcesses(self.accelerator).gather
+            if shards_batches(self) and not self.accelerator._models:  # else it is prepared already
+                stack.enter_context(_prepared_for_evaluation(self))
             output = original(self, *args, **kwargs)
         _latest.clear()
         if (group := group_of(self)) is not None and output.num_samples is not None:

@@ -17,6 +17,7 @@ from ..context.whole_batch import IGNORED
 from ..log import warn
 from ..model import admission
 from ..patching.changes import Patch
+from ..patching.modules import Replaced
 from . import prediction, trainer, trainer_overrides
 
 BESIDE = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps", "label", "ref_logps", "ref_KL_logps")
@@ -46,7 +47,8 @@ def _rows(host: Any, model: nn.Module, whole: dict[str, Any]) -> Rows:
 @contextmanager
 def _step(host: Any, model: nn.Module, rows: Rows, whole: dict[str, Any]) -> Iterator[Sharded]:
     models, shard = (model, host.model, host.ref_model), functools.partial(trainer.shard_rows, host)
-    with rows.sharded, trainer.prepared(host, whole), whole_row_calls(models, shard, rows):
+    calls = whole_row_calls(models, shard, rows)
+    with rows.sharded, trainer.prepared(host, whole), Replaced(host, trainer_overrides.BY_CALLS, False), calls:
         yield rows.sharded
 
 

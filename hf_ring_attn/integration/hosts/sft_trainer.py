@@ -17,7 +17,7 @@ from ..model import ring_calls
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import prediction, trainer
+from . import own_methods, prediction, trainer
 from .gather_for_metrics import gather_sums_per_ring
 from .rings_as_processes import RingsCounted, rings_as_processes
 
@@ -38,7 +38,8 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         if context is None:
             if group is None:
                 return original(self, model, inputs, return_outputs, num_items_in_batch)
-            if num_items_in_batch is not None and not averaged:  # the rows are whole, and this is a rank's part
+            is_part = own_methods.OF_RINGS not in vars(self)
+            if num_items_in_batch is not None and not averaged and is_part:  # the rows are whole
                 num_items_in_batch = num_items_in_batch * group.size()
             with rings_as_processes(self):
                 return original(self, model, inputs, return_outputs, num_items_in_batch)

@@ -33,7 +33,7 @@ from ..patching.modules import Replaced
 from . import between_batches, liger_arguments, logged_numbers, own_methods, samplers, trainer_overrides
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
-from .rings_as_processes import RingsCounted, processes_counted, rings_as_processes
+from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
 from .trainer_overrides import OF_WHOLE_ROWS
 
 
@@ -181,7 +181,8 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
             if group is not None and items is not None and not trainer.args.average_tokens_across_devices:
                 items = items * group.size()  # `_get_num_items_in_batch` gives a rank's part, and this row is whole
             # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
-            counted = nullcontext() if group is None else rings_as_processes(trainer, RingsCounted)
+            counts = RingsAsProcesses if _gives_whole_rows(trainer) else RingsCounted
+            counted = nullcontext() if group is None else rings_as_processes(trainer, counts)
             with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
@@ -208,6 +209,8 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     is_of_whole_rows = any(f"{cls.__module__}:{cls.__name__}" in OF_WHOLE_ROWS for cls in type(trainer).__mro__)
     if loss == "gathered" or is_of_whole_rows or not isinstance(whole, Mapping):
         return True
+    if own_methods.steps_by_itself(trainer):  # an evaluation
+        return not _gives_whole_rows(trainer)
     if loss == "auto" and (is_own or smooths):
         return not _gives_whole_rows(trainer)
     return any(_is_of_other_rows(name, x) for name, x in whole.items())
@@ -321,7 +324,7 @@ def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             refuse_trainer(self)  # methods may have been set on it since
         if group is not None:
             between_batches.average_each_batch(self)
-            own_methods.shard_calls(self, sharded_calls)
+            own_methods.shard_calls(self, sharded_calls, group.size())
         if group is None or self.args.average_tokens_across_devices:
             with processes_counted(self):  # it divides by the ring size
                 return original(self, batch_samples, device)
@@ -349,9 +352,10 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # As with `shard`, the mean of the ranks' losses is the loss of the whole batch. A trainer that averages over
         # devices multiplies losses by all ranks: so count and loss are divided by W here.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
-        by_calls = trainer_overrides.BY_CALLS in vars(self)
+        by_calls, of_rings = (name in vars(self) for name in (trainer_overrides.BY_CALLS, own_methods.OF_RINGS))
         averaged, counts_rings = self.args.average_tokens_across_devices, isinstance(self.accelerator, RingsCounted)
-        ring_size = 1 if group is None or (counts_rings and (averaged or not by_calls)) else group.size()
+        is_whole = counts_rings and (averaged or of_rings or not by_calls)  # its count, too
+        ring_size = 1 if group is None or is_whole else group.size()
         size = 1 if context is None else context.ring.size
         if context is None and self.model.training and not by_calls:
             warn(WHOLE_ROWS.format(type(self).__name__))
@@ -374,8 +378,11 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        loss, group = original(self, model, inputs, num_items_in_batch), group_of(self)
-        return loss if group is None else Ring.of(group).mean(loss)
+        group = group_of(self)
+        if group is None:
+            return original(self, model, inputs, num_items_in_batch)
+        call = functools.partial(original, self, model, inputs)
+        return Ring.of(group).mean(own_methods.hosts_step(self, call, num_items_in_batch, group.size()))
 
     return training_step
 

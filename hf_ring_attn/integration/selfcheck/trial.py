@@ -146,7 +146,8 @@ class _StandIn(DistributedDataParallel):
 
     def __init__(self, original: DistributedDataParallel) -> None:
         nn.Module.__init__(self)
-        self.__dict__.update({name: x for name, x in vars(original).items() if name not in TORCHS_OWN})
+        left_out = {*TORCHS_OWN, "forward", "_compiled_call_impl"}  # the latter call DDP itself
+        self.__dict__.update({name: x for name, x in vars(original).items() if name not in left_out})
         self.module = original.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
