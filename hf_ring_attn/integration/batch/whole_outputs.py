@@ -14,6 +14,7 @@ from ...comm.ring import LOCAL
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
+from ..gradients.backward_end import BackwardEnd
 from ..losses.lazy_logits import with_logits
 from ..losses.local_logits import held
 from ..model.experts import AuxiliaryLoss
@@ -76,8 +77,17 @@ def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object) -
 def _compared(x: Tensor, sharded: Sharded) -> Tensor:
     """Lets ranks compare the gradient of what each of them has whole."""
     if x.requires_grad and sharded.ring.size > 1 and x.dim():
-        ring, device = sharded.ring, x.device  # not x, which its hook would keep
-        x.register_hook(lambda gradient: loss_gradients.compare_whole(gradient, ring, device))
+        ring, device, end = (
+            sharded.ring,
+            x.device,
+            sharded.context.state(BackwardEnd),
+        )  # not x, which its hook would keep
+
+        def compare(gradient: Tensor | None) -> None:
+            end.expect()
+            loss_gradients.compare_whole(gradient, ring, device)
+
+        x.register_hook(compare)
     return x
 
 

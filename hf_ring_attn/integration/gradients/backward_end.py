@@ -1,14 +1,20 @@
-"""The end of each backward of a batch: a program may read gradients then, so what nothing else averages is averaged."""
+"""The end of each backward of a batch: a program may read gradients then, so what nothing else averages is averaged.
+
+So are those that `torch.autograd.grad` returns for weights: each rank's are of its tokens.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ... import errors
 from ...comm.ring import Ring
 
 
@@ -18,11 +24,12 @@ class Averages:
 
     Args:
         weights: returns them. end: called with a backward's number at its end. passes: called in a backward that sets
-            no gradients.
+            no gradients. ring: the ranks that have parts of them.
     """
 
     weights: Callable[[], Iterable[Any]]
     end: Callable[[int], None]
+    ring: Ring
     passes: Callable[[], None] = lambda: None
 
 
@@ -45,6 +52,7 @@ class BackwardEnd:
             if not any(_sets_gradients(part.weights()) for part in self.parts.values()):
                 for part in self.parts.values():
                     part.passes()
+                    _average_captured(part.weights(), part.ring)
                 return
             _call_at_end(lambda: _call_at_end(lambda: self._call(task)))  # DDP's own end comes in between
 
@@ -57,11 +65,52 @@ def _sets_gradients(weights: Iterable[Any]) -> bool:
     """Returns False if the backward that runs leaves the weights' ``.grad`` as it is, as `torch.autograd.grad` does."""
     if torch.autograd._is_checkpoint_valid():  # neither that nor backward(inputs=...)
         return True
-    nodes = [get_gradient_edge(x).node for x in weights if x.requires_grad and x.is_leaf]
+    return any(_is_executed(x) for x in weights if x.requires_grad and x.is_leaf)
+
+
+def _is_executed(weight: Any) -> bool | None:
+    """Returns True if the backward that runs sets a weight's gradient; None: it returns it (`torch.autograd.grad`)."""
     try:
-        return any(map(torch._C._will_engine_execute_node, nodes))
-    except RuntimeError:  # torch.autograd.grad of a weight
-        return False
+        return torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+    except RuntimeError:
+        return None
+
+
+def _average_captured(weights: Iterable[Any], ring: Ring) -> None:
+    """Averages the gradients that `torch.autograd.grad`, which runs now, will return for some of ``weights``.
+
+    A derivative of the average is right, too, as that of a rank's part: the mean over ranks comes in its own backward.
+
+    Raises:
+        RanksDiffer: at its end, on every rank, if the loss uses a weight on some ranks alone.
+    """
+    asked = [x for x in weights if x.requires_grad and x.is_leaf and _is_executed(x) is None]
+    if not asked:
+        return
+    found: dict[int, Tensor] = {}
+
+    def take(index: int, gradient: Tensor) -> Tensor:
+        found[index] = gradient.clone()
+        return found[index]
+
+    handles = [x.register_hook(functools.partial(take, index)) for index, x in enumerate(asked)]
+
+    @torch.no_grad()
+    def average_all() -> None:
+        for handle in handles:
+            handle.remove()
+        mine = [found[index].detach() if index in found else torch.zeros_like(x) for index, x in enumerate(asked)]
+        had = torch.tensor([float(index in found) for index in range(len(asked))], device=asked[0].device)
+        *averaged, share = ring.means([*mine, had])
+        if bool((share != share.round()).any()):
+            raise errors.RanksDiffer("weights that torch.autograd.grad found in the loss", share.tolist(), SOME)
+        for x, mean in zip(mine, averaged, strict=True):
+            x.copy_(mean)
+
+    _call_at_end(average_all)
+
+
+SOME = "Ranks use the same weights: a loss may choose weights by whole rows, not by those of a rank's tokens."
 
 
 def _call_at_end(function: Callable[[], None]) -> None:

@@ -162,7 +162,7 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
     wrapped = _WRAPPED.setdefault(wrapper, Wrapped(wrapper))
     if is_new:
         attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
-    averages = Averages(inside(model).parameters, wrapped.end, wrapped.passes)
+    averages = Averages(inside(model).parameters, wrapped.end, context.ring, wrapped.passes)
     context.state(BackwardEnd).parts[id(wrapper)] = averages
     visit = context.state(Visits).get(latest_record(model))
     if visit is not None:

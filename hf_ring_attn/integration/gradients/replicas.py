@@ -194,6 +194,10 @@ def _end(batch: weakref.ref[BatchContext], references: list[weakref.ref[Any]], r
     context = batch()
     if context is not None:
         _note_averaged(weights, context)
+    averaged = set(map(id, weights))  # a batch may have ended before its backward
+    _last[:] = [
+        one for one in _last if one.batch is not batch or any(id(x) not in averaged for x in _alive(one.weights))
+    ]
 
 
 def _is_averaged(weight: Any) -> bool:
@@ -286,7 +290,9 @@ def _note(name: str, trained: list[Any], context: BatchContext) -> None:
         noted.setdefault(weight, version)
     _last[:] = [one for one in _last if one.batch() is context]
     references = list(map(weakref.ref, trained))
-    averages = Averages(partial(_alive, references), partial(_end, weakref.ref(context), references, context.ring))
+    averages = Averages(
+        partial(_alive, references), partial(_end, weakref.ref(context), references, context.ring), context.ring
+    )
     context.state(BackwardEnd).parts[tuple(map(id, trained))] = averages
     if not any(one.name == name and _same(one.weights, trained) for one in _last):
         _last.append(_Trained(name, references, weakref.ref(context), context.ring.size, sum(versions)))
