@@ -163,13 +163,24 @@ class PastOutputs(Refused):
         )
 
 
+class GradientOfState(Refused):
+    """A program asks for the gradient of a loss by a state inside a model, which its later layers read."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(
+            f"the program asks for the gradient of its loss by {output}, but later layers of the model read each "
+            "rank's part of that, so what comes through them would be missing. Take it by the model's inputs_embeds, "
+            "or by outputs from which the model computes no others, such as logits."
+        )
+
+
 class SameRowsGathered(Refused):
     """A program gathers rows of all ranks, for its loss, where ranks of a ring have the same."""
 
     def __init__(self, ring_size: int) -> None:
         super().__init__(
-            f"tensors with gradients were gathered from all processes, but the {ring_size} ranks of a ring have the "
-            f"same rows, so each would count {ring_size} times. Leave it out. Or gather over rings: by the accelerator "
+            f"the same rows were gathered from all processes: the {ring_size} ranks of a ring have one batch, so each "
+            f"row would count {ring_size} times. Leave it out. Or gather over rings: by the accelerator "
             "of a Trainer, or in a process group with one rank of each ring."
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from .attention import masks
 from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
+from .batch import loss_graph
 from .context.introspect import NAME
 from .context.model_record import forget_models
 from .gradients import ddp, fsdp, loss_gradients, replicas
@@ -67,5 +68,6 @@ def uninstall() -> None:
     ddp.forget()
     fsdp.forget()
     loss_gradients.forget()
+    loss_graph.forget()
     replicas.forget()
     forget_models()

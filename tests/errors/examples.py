@@ -80,6 +80,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "UnsupportedOption": [
         {"option": "return_dict=False", "why": "predictions in a ring need a model that returns a dict"}
     ],
+    "GradientOfState": [{"output": "hidden_states.1"}],
     "NotOfTokens": [{"output": "arcs", "got": (1, 512, 512)}],
     "UnknownOutput": [{"name": "image_hidden_states", "got": (1, 576, 4096)}],
     "BadShape": [{"name": "k", "got": (1, 512, 8), "need": "it must be [1, 512, G, 128] to go with q"}],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import errors
-from ...comm.ring import LOCAL
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
@@ -18,6 +18,7 @@ from ..gradients.backward_end import BackwardEnd
 from ..losses.lazy_logits import with_logits
 from ..losses.local_logits import held
 from ..model.experts import AuxiliaryLoss
+from .loss_graph import refuse_gradient_of_state
 from .shard import Sharded
 
 NOTHING_SEEN = SeenOutputs()
@@ -27,35 +28,55 @@ LOSSES = {"loss", "0"}
 """Outputs that are one number for whole rows, on every rank; "0" is the first one of a tuple."""
 
 
-def whole_output(output: Any, sharded: Sharded, seen: SeenOutputs = NOTHING_SEEN, path: str = "") -> Any:
+@dataclass
+class Outputs:
+    """What a call returned on a rank: the last functions of all outputs, and each with what it has for whole rows."""
+
+    ends: list[Any] = field(default_factory=list)
+    made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+def whole_output(
+    output: Any, sharded: Sharded, seen: SeenOutputs = NOTHING_SEEN, path: str = "", others: Outputs | None = None
+) -> Any:
     """A model's output with an entry for each token of the rows, in their order. It is differentiable.
 
     Left out is what has no entry for each of a rank's tokens.
 
     Args:
-        seen: what the self-check saw of outputs. path: of this one, as "hidden_states.0".
+        seen: what the self-check saw of outputs. path: of this one, as "hidden_states.0". others: of the same call,
+            to which this one is added.
 
     Raises:
-        NotOfTokens: an output with a gradient would be left out.
+        NotOfTokens: an output with a gradient would be left out. In a backward: GradientOfState.
     """
+    others = Outputs() if others is None else others
     if isinstance(output, Mapping):
         if path in OF_TOWERS:  # whole rows run there, on every rank
             return output
-        parts = {key: _part(x, sharded, seen, path, key) for key, x in output.items() if key not in CACHES}
+        parts = {key: _part(x, sharded, seen, path, key, others) for key, x in output.items() if key not in CACHES}
         return _mapping_like(output, {key: x for key, x in parts.items() if x is not None})
     if isinstance(output, (tuple, list)):
-        several = [_part(x, sharded, seen, path, at) for at, x in enumerate(output)]
+        several = [_part(x, sharded, seen, path, at, others) for at, x in enumerate(output)]
         return type(output)(*several) if hasattr(output, "_fields") else type(output)(several)
     if not isinstance(output, Tensor):
         return None
     x, local, context = with_logits(held(output), "output of whole rows"), sharded.layout.local_length, sharded.context
     is_known = path in LOSSES or (path == "aux_loss" and context.state(AuxiliaryLoss).computed)
     if context.whole_head or path in seen.pooled or (x.dim() == 0 and is_known):
+        others.ends.append(x.grad_fn)
         return _compared(x, sharded)
     if path.startswith("router_logits") and x.dim() == 2 and len(x) % local == 0:
         return _compared(sharded.gather(x.unflatten(0, (-1, local))).flatten(0, 1), sharded)
     if x.dim() >= 2 and x.shape[1] == local and path not in seen.odd:
-        return _compared(sharded.gather(x), sharded)
+        if (known := next((whole for mine, whole in others.made if mine is output), None)) is not None:
+            return known  # the last states may be there twice
+        whole = _compared(sharded.gather(x), sharded)
+        others.made.append((output, whole))
+        if x.grad_fn is not None and sharded.ring.size > 1:
+            refuse_gradient_of_state(whole, x.grad_fn, others.ends, path or "the output")
+            others.ends.append(x.grad_fn)
+        return whole
     if x.requires_grad:
         raise errors.NotOfTokens(path or "a tensor", tuple(x.shape), local)
     return None
@@ -63,15 +84,15 @@ def whole_output(output: Any, sharded: Sharded, seen: SeenOutputs = NOTHING_SEEN
 
 def _mapping_like(output: Any, parts: dict[str, Any]) -> Any:
     """The same kind of mapping; one of transformers may have entries beside its fields."""
-    names = {field.name for field in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set(parts)
+    names = {one.name for one in dataclasses.fields(output)} if dataclasses.is_dataclass(output) else set(parts)
     made = type(output)(**{name: x for name, x in parts.items() if name in names})
     for name in parts.keys() - names:
         made[name] = parts[name]
     return made
 
 
-def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object) -> Any:
-    return whole_output(x, sharded, seen, f"{path}.{key}" if path else str(key))
+def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object, others: Outputs) -> Any:
+    return whole_output(x, sharded, seen, f"{path}.{key}" if path else str(key), others)
 
 
 def _compared(x: Tensor, sharded: Sharded) -> Tensor:
@@ -89,28 +110,6 @@ def _compared(x: Tensor, sharded: Sharded) -> Tensor:
 
         x.register_hook(compare)
     return x
-
-
-OUTPUTS = {"_GatherSequenceBackward", "_OfBatchBackward", "_SumOverRingBackward", "_DDPSinkBackward"}
-"""The functions by which a loss may reach into a model: what it returned, also through DDP, its loss, and that of its
-experts."""
-
-
-def refuse_past_outputs(loss: Any) -> None:
-    """Refuses a loss that uses a rank's states, which a hook or an attribute took out of a model.
-
-    Raises:
-        PastOutputs: on every rank, as they run one program.
-    """
-    seen, todo = set[Any]([None]), list[Any]([loss.grad_fn] if isinstance(loss, Tensor) else [])
-    while todo:
-        node = todo.pop()
-        if node in seen or type(node).__name__ in OUTPUTS:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "_AttentionBackward" and LOCAL not in node.rest:
-            raise errors.PastOutputs()
-        todo += [following for following, _ in node.next_functions]
 
 
 def whole_of_fused(output: Any, sharded: Sharded) -> Any:

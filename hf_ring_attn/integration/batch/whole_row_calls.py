@@ -33,6 +33,7 @@ from ..log import warn
 from ..losses import kinds, whole_heads
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
+from . import loss_graph
 from .shard import Sharded, shard_for
 from .whole_outputs import kept_logits, of_tokens, weighed, whole_of_fused, whole_output
 
@@ -117,6 +118,7 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
 
     def shard(model: nn.Module, given: dict[str, Any]) -> Sharded:
         rows.latest = shard_call(model, given, group, model_record.options_of(model))
+        loss_graph.note_call(model, rows.latest.ring)
         return rows.latest
 
     with whole_row_calls(models, shard, inside=True):

@@ -54,7 +54,7 @@ class BackwardEnd:
                     part.passes()
                     _average_captured(part.weights(), part.ring)
                 return
-            _call_at_end(lambda: _call_at_end(lambda: self._call(task)))  # DDP's own end comes in between
+            call_at_end(lambda: call_at_end(lambda: self._call(task)))  # DDP's own end comes in between
 
     def _call(self, task: int) -> None:
         for part in list(self.parts.values()):
@@ -107,13 +107,14 @@ def _average_captured(weights: Iterable[Any], ring: Ring) -> None:
         for x, mean in zip(mine, averaged, strict=True):
             x.copy_(mean)
 
-    _call_at_end(average_all)
+    call_at_end(average_all)
 
 
 SOME = "Ranks use the same weights: a loss may choose weights by whole rows, not by those of a rank's tokens."
 
 
-def _call_at_end(function: Callable[[], None]) -> None:
+def call_at_end(function: Callable[[], None]) -> None:
+    """Calls ``function`` at the end of the backward that runs."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
 

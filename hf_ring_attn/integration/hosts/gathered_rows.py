@@ -22,18 +22,20 @@ from ..patching.changes import Patch
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches one of torch's functions to refuse the same rows of several ranks, if they have gradients."""
+    """Patches one of torch's functions to refuse the same rows of several ranks."""
 
     signature = inspect.signature(original)
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         work = original(*args, **kwargs)
-        if torch.compiler.is_compiling() or not any(map(_trains, (*args[1:], *kwargs.values()))):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        # Libraries gather weights, often, and numbers for logs; a program gathers rows of a queue without gradients, too.
+        is_of_library, trains = caller.startswith(LIBRARIES), any(map(_trains, (*args[1:], *kwargs.values())))
+        if torch.compiler.is_compiling() or (is_of_library and not trains) or caller.startswith("accelerate."):
             return work
-        caller, given = sys._getframe(1).f_globals.get("__name__", ""), signature.bind(*args, **kwargs).arguments
-        # accelerate gathers numbers for logs, and its result has no gradient.
-        if not given.get("async_op") and not caller.startswith("accelerate."):
-            gathered, tensor = [*given.values()][:2]
+        given = signature.bind(*args, **kwargs).arguments
+        gathered, tensor = [*given.values()][:2]
+        if not given.get("async_op") and (trains or (tensor.dim() > 1 and tensor.is_floating_point())):
             refuse_same(gathered.detach().flatten().split(tensor.numel()) if isinstance(gathered, Tensor) else gathered)
         return work
 
@@ -42,6 +44,9 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _trains(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
+
+
+LIBRARIES = ("accelerate.", "deepspeed.", "hf_ring_attn.", "peft.", "torch.", "transformers.", "trl.")
 
 
 def refuse_same(gathered: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from ..batch.whole_outputs import refuse_past_outputs
+from ..batch.loss_graph import refuse_past_outputs
 from ..context import batch_context
 from ..patching.modules import Replaced
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes

@@ -16,8 +16,8 @@ from ... import errors
 from ...comm.ring import Ring, world_size
 from ...config import RingConfig
 from ..batch import compared_inputs
+from ..batch.loss_graph import refuse_past_outputs
 from ..batch.shard import SentNumbers, Sharded, shard_for
-from ..batch.whole_outputs import refuse_past_outputs
 from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import batch_context, introspect, model_record
 from ..context.introspect import TOKENS
