@@ -233,6 +233,14 @@ class CrossedDocuments(Refused):
 
 
 class RanksDiffer(Refused):
+    """Ranks of one ring differ.
+
+    Attributes:
+        of_batch: in their batches, not in what they compute of them.
+    """
+
+    of_batch = False
+
     def __init__(self, what: str, per_rank: list[object], todo: str) -> None:
         values = {rank: shown(value)[:60] for rank, value in enumerate(per_rank)}
         listing = ", ".join(f"{who}: {value}" for value, who in _by_value(values).items())

@@ -240,6 +240,8 @@ def shard_for(
     try:
         compiled, *everyone = agree()
     except (errors.PeerLost, errors.RanksDiffer) as error:
+        if isinstance(error, errors.RanksDiffer):
+            error.of_batch = True
         if lacks_backward():
             error.add_note(_NO_BACKWARD)
         raise

@@ -24,12 +24,14 @@ from ..patching.changes import Patch
 from . import own_methods
 from .rings_as_processes import RingsAsProcesses
 from .trainer import (
+    NEEDS_WHOLE_ROWS,
     TRAINER,
     calls_with_whole_rows,
     count_over_all,
     group_of,
     shard_inputs,
     shards_batches,
+    take_whole_rows,
     whole_row_step,
 )
 from .trainer_overrides import BY_CALLS
@@ -60,7 +62,10 @@ def predicting(predict_in_ring: Callable[..., Any]) -> Callable[..., Any]:
     def step(original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
         whole = trainer._prepare_inputs(inputs)
         if not calls_with_whole_rows(trainer, model, whole):
-            return predict_in_ring(trainer, model, whole, *given)
+            try:
+                return predict_in_ring(trainer, model, whole, *given)
+            except (*NEEDS_WHOLE_ROWS, errors.UnknownOutput) as error:
+                take_whole_rows(trainer, model, error)
         with whole_row_step(trainer, model, whole):
             return original(trainer, model, whole, *given)
 
@@ -170,7 +175,7 @@ def predict(
     if prediction_loss_only:
         return loss, None, None
     if not isinstance(outputs, dict):
-        raise errors.UnsupportedOption("return_dict=False", "predictions in a ring need a model that returns a dict")
+        raise errors.UnknownOutput("outputs", type(outputs).__name__, sharded.layout.local_length)
     wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
     seen = latest_record(model).state(SeenOutputs)
     logits = tuple(whole_sequences(sharded, name, outputs[name], seen) for name in wanted)

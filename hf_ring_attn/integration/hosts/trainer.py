@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ..context.introspect import TOKENS
 from ..context.local_batch import LocalBatch
 from ..context.mesh import find_ring, ring_enabled, ring_group
 from ..context.trial_step import TrialStep
+from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp
 from ..log import warn
 from ..losses import kinds, whole_heads
@@ -133,9 +135,46 @@ def count_over_all(trainer: Any, inputs: dict[str, Any]) -> Any:
 
 def _prepare_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
     whole = trainer._prepare_inputs(inputs)
-    if calls_with_whole_rows(trainer, model, whole):
-        return functools.partial(whole_row_step, trainer, model, whole), whole
-    return shard_inputs(trainer, model, whole, True, count_over_all)
+    if not calls_with_whole_rows(trainer, model, whole):
+        try:
+            return shard_inputs(trainer, model, whole, True, count_over_all)
+        except NEEDS_WHOLE_ROWS as error:
+            take_whole_rows(trainer, model, error)
+    return functools.partial(whole_row_step, trainer, model, whole), whole
+
+
+NEEDS_WHOLE_ROWS = (
+    errors.GradientDiffers, errors.LossNotSharded, errors.MeanOfOneRank, errors.PaddingInLoss, errors.PooledLoss,
+    errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer, errors.SelfCheckFailed, errors.SelfCheckNotRun,
+    errors.SelfCheckRaised, errors.ShiftedByHand, errors.UnshardedInput,
+)  # fmt: skip
+"""What a self-check raises, on every rank, of a loss that a rank cannot compute from its tokens."""
+IN_A_FORWARD = (errors.RanksDiffer, errors.SelfCheckNotRun, errors.SelfCheckRaised, errors.UnshardedInput)
+"""Of these what may come inside a forward: under FSDP2 no other one can follow."""
+
+_OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
+"""Trainers whose loss needs whole rows, as a self-check found: what it raised in training (True), in evaluation."""
+
+
+def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> None:
+    """Lets a trainer's losses be of whole rows from now on, since ``error`` refused those of a rank's tokens.
+
+    Raises:
+        Refused: ``error``, if the program chose another loss, or the model has a head of whole rows.
+    """
+    chosen, of_batch = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_batch
+    is_stuck = isinstance(error, IN_A_FORWARD) and fsdp.is_sharded(model)
+    if chosen != "auto" or group_of(trainer) is None or _gives_whole_rows(trainer) or of_batch or is_stuck:
+        raise error
+    when = "trains" if model.training else "evaluates"
+    _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error
+    warn(TAKES_WHOLE_ROWS.format(type(trainer).__name__, when, " ".join(str(error).split(". ")[0].split())))
+
+
+TAKES_WHOLE_ROWS = (
+    "{} {} by losses of whole rows from now on, which takes more memory, since one rank's tokens do not give its loss: "
+    '{}. RingConfig(loss="gathered") does so without trying; with another loss it is refused.'
+)
 
 
 def shard_inputs(
@@ -207,7 +246,9 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     is_own = own_methods.is_own(trainer, "compute_loss") and not _takes_count(trainer)
     is_own = is_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
     is_of_whole_rows = any(f"{cls.__module__}:{cls.__name__}" in OF_WHOLE_ROWS for cls in type(trainer).__mro__)
-    if loss == "gathered" or is_of_whole_rows or not isinstance(whole, Mapping):
+    found = _OF_WHOLE_ROWS.get(trainer, {})
+    was_found = True in found or model.training in found
+    if loss == "gathered" or is_of_whole_rows or was_found or not isinstance(whole, Mapping):
         return True
     if own_methods.steps_by_itself(trainer):  # an evaluation
         return not _gives_whole_rows(trainer)
@@ -235,8 +276,14 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
     batch = whole if isinstance(whole, Mapping) else {"inputs": whole}
     facts = {**compared_inputs.empty_facts(options, batch), **compared_inputs.inputs_of(batch)}
     ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(batch))
-    with prepared(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
-        yield
+    try:
+        with prepared(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
+            yield
+    except KeyError as missing:
+        refused = _OF_WHOLE_ROWS.get(trainer, {}).get(model.training)
+        if refused is not None and missing.args[0] in LOSS_INPUTS:  # the program's loss is one for a ring
+            raise refused from missing
+        raise
 
 
 @contextmanager

@@ -137,7 +137,7 @@ def test_also_with_several_batches_a_step(ranks: Ranks, use: str) -> None:
 # ---- sums over a rank's labels ---------------------------------------------------------------------------------------
 
 
-def summed(times: str, averages: bool, mesh: Mesh) -> tuple[str, list[dict[str, float]]]:
+def summed(times: str, averages: bool, mesh: Mesh, loss: Any = "auto") -> tuple[str, list[dict[str, float]]]:
     """What a loss that adds up over labels is refused with, or what Trainer logged.
 
     Args:
@@ -157,7 +157,8 @@ def summed(times: str, averages: bool, mesh: Mesh) -> tuple[str, list[dict[str, 
 
     options = {"average_tokens_across_devices": averages, "eval_strategy": "no"}
     with launched(mesh), a_folder(None) as folder:
-        trainer = trainer_of(replace(RUN, arguments={**RUN.arguments, **options}), mesh, folder, kind=Own)
+        run = replace(RUN, arguments={**RUN.arguments, **options}, ring=RingConfig(loss=loss))
+        trainer = trainer_of(run, mesh, folder, kind=Own)
         error, _ = refusal_of(trainer)
         return error, numbers(trainer.state.log_history)
 
@@ -173,7 +174,7 @@ def test_a_sum_over_labels_is_that_of_all_ranks(ranks: Ranks, times: str, averag
 @pytest.mark.parametrize(("times", "averages"), [("", True), ("processes", False)])
 def test_a_sum_times_another_number_of_processes_is_refused(ranks: Ranks, times: str, averages: bool) -> None:
     """Without averaged counts the check's whole row had a rank's count, too: the loss was doubled, silently."""
-    for error, _ in ranks(2).run(summed, times, averages, Mesh(cp=2)):
+    for error, _ in ranks(2).run(summed, times, averages, Mesh(cp=2), "chunked"):
         assert error.startswith("LossNotSharded"), error
 
 
@@ -285,10 +286,10 @@ class TrimsALoss(Trainer):
 TRIMS: dict[str, Any] = {kind.__name__: kind for kind in (TrimsWholeRows, TrimsInItsStep, TrimsALoss)}
 
 
-def trimmed(kind: str, mesh: Mesh) -> tuple[str, list[dict[str, float]]]:
+def trimmed(kind: str, mesh: Mesh, loss: Any = "auto") -> tuple[str, list[dict[str, float]]]:
     """What a trainer that trims padding is refused with, or what it logged. Rows are padded by five more tokens."""
     with launched(mesh), a_folder(None) as folder:
-        run = replace(RUN, arguments={**RUN.arguments, "eval_strategy": "no"})
+        run = replace(RUN, arguments={**RUN.arguments, "eval_strategy": "no"}, ring=RingConfig(loss=loss))
         trainer: Any = trainer_of(run, mesh, folder, kind=TRIMS[kind])
         collate = trainer.data_collator
 
@@ -303,7 +304,7 @@ def trimmed(kind: str, mesh: Mesh) -> tuple[str, list[dict[str, float]]]:
         return error, numbers(trainer.state.log_history)
 
 
-@pytest.mark.parametrize("kind", ["TrimsWholeRows", "TrimsInItsStep"])
+@pytest.mark.parametrize("kind", ["TrimsWholeRows", "TrimsInItsStep", "TrimsALoss"])
 def test_padding_is_trimmed_on_whole_rows(ranks: Ranks, kind: str) -> None:
     _, log = ranks(1).run(trimmed, kind, Mesh())[0]
     for error, got in ranks(2).run(trimmed, kind, Mesh(cp=2)):
@@ -312,7 +313,7 @@ def test_padding_is_trimmed_on_whole_rows(ranks: Ranks, kind: str) -> None:
 
 
 def test_a_loss_that_trims_a_ranks_tokens_is_told_where(ranks: Ranks) -> None:
-    for error, _ in ranks(2).run(trimmed, "TrimsALoss", Mesh(cp=2)):
+    for error, _ in ranks(2).run(trimmed, "TrimsALoss", Mesh(cp=2), "chunked"):
         assert error.startswith("UnshardedInput") and "Trim padding of whole rows: in a collator" in error
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_ring_attn
-from hf_ring_attn import errors
+from hf_ring_attn import RingConfig, errors
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.kinds_jobs import under_fsdp2
 from tests.helpers.jobs.plain_jobs import tokens
@@ -19,7 +19,8 @@ from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trainer_of
 from tests.helpers.models.tiny_models import tiny
 
-RUN = Run(why="", steps=4, rows=Rows(shortest=9, pad_to="right", labelled="answers"))
+RUN = Run(why="", steps=4, rows=Rows(shortest=9, pad_to="right", labelled="answers"), ring=RingConfig(loss="chunked"))
+"""By default such a loss gets whole rows."""
 
 
 def twice_if_special(inputs: Any, loss: Tensor) -> Tensor:

@@ -9,12 +9,17 @@ import pytest
 import torch
 from transformers import Trainer
 
+from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trainer_of
 
 OPTIONS = {"eval_strategy": "no"}
-RUN = Run(why="", steps=4, arguments=OPTIONS, rows=Rows(length=40, shortest=31, pad_to="right", labelled="last"))
+RUN = Run(
+    why="", steps=4, arguments=OPTIONS, rows=Rows(length=40, shortest=31, pad_to="right", labelled="last"),
+    ring=RingConfig(loss="chunked"),
+)  # fmt: skip
+"""By default such a loss gets whole rows."""
 
 
 class OnlyWithLabels(Trainer):

@@ -172,7 +172,7 @@ def refusal(kind: type[Trainer], rows: Rows, body: bool = False, **arguments: An
     """What a trainer raises, and the optimizer steps until then."""
     with launched(Mesh(cp=2)), a_folder(None) as folder:
         model = tiny("llama", "ring_fp32")
-        run = replace(STEPS, rows=rows, arguments={**STEPS.arguments, **arguments})
+        run = replace(STEPS, rows=rows, arguments={**STEPS.arguments, **arguments}, ring=RingConfig(loss="chunked"))
         return refusal_of(trainer_of(run, Mesh(cp=2), folder, model.base_model if body else model, kind=kind))
 
 

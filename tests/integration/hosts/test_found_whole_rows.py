@@ -1,0 +1,143 @@
+"""A Trainer's own loss that one rank's tokens do not give: the self-check finds it, and it gets whole rows.
+
+Nothing is set: each is trained and evaluated as in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from hf_ring_attn import RingConfig
+from tests.helpers.jobs import whole_row_jobs as jobs
+from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_runs, by_turns, in_rings, without_ring
+from tests.helpers.jobs.kinds_jobs import under_fsdp2
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, refusal_of, trainer_of
+from tests.integration.hosts import test_own_compute_loss as own
+from tests.integration.hosts import test_own_tokens as tokens
+from tests.integration.hosts import test_skipped_model as skipped
+from tests.integration.hosts import test_trainer_losses as losses
+
+PADDED = Rows(shortest=9, pad_to="right", length=23, labelled="answers")
+RUN = Run(why="", rows=PADDED, evaluated=replace(PADDED, count=5, seed=2))
+ALONE = {"average_tokens_across_devices": False}
+ACCUMULATED = {"gradient_accumulation_steps": 2}
+
+
+class Named(Trainer):
+    """The arguments as many write them."""
+
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, return_outputs: bool = False, **named: Any
+    ) -> Any:
+        return super().compute_loss(model, inputs, return_outputs, **named)
+
+
+class StepsByTheModel(Trainer):
+    """Its training_step has the loss of transformers' own lines."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss: torch.Tensor = model(**inputs, num_items_in_batch=num_items_in_batch).loss
+        if self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        rows = self.accelerator.gather(torch.ones(len(inputs["input_ids"])))
+        assert len(rows) == self.accelerator.num_processes * len(inputs["input_ids"])
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class StepsByItsLoss(jobs.Weighs):
+    """Its training_step calls its own compute_loss. The self-check never saw it before the first evaluation."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss: torch.Tensor = self.compute_loss(model, self._prepare_inputs(inputs), False, num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Gathers(Trainer):
+    """An evaluation loop that gathers numbers of rows after the host's own."""
+
+    def evaluation_loop(self, dataloader: Any, *given: Any, **named: Any) -> Any:
+        output: Any = super().evaluation_loop(dataloader, *given, **named)
+        rows = sum(len(batch["input_ids"]) for batch in dataloader)
+        output.metrics["eval_rows"] = float(self.accelerator.reduce(torch.tensor(float(rows)), "sum"))
+        return output
+
+
+class ReturnsAScore(Trainer):
+    """Its outputs in an evaluation are of rows, not of tokens."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+        score = out.logits.float().logsumexp(-1).mean(1)
+        return (loss, {"loss": loss, "score": score}) if return_outputs else loss
+
+
+RUNS = [
+    replace(RUN, why="arguments by name", kind=Named),
+    replace(RUN, why="twice if a token is special", kind=tokens.Special, arguments=ACCUMULATED),
+    replace(RUN, why="no call without labels", kind=skipped.OnlyWithLabels, rows=skipped.RUN.rows),
+    replace(
+        RUN, why="two calls with labels", kind=skipped.TwiceWithLabels, rows=skipped.RUN.rows,
+        arguments={"eval_strategy": "no"},
+    ),
+    replace(RUN, why="rows compared", kind=losses.ContrastsBeside, rows=Rows(), evaluated=Rows(count=6, seed=2)),
+    replace(RUN, why="a term that begins later", kind=losses.Later, rows=Rows(), evaluated=Rows(count=4, seed=2)),
+    replace(RUN, why="a mean of tokens", kind=losses.Calms, arguments=ACCUMULATED),
+    replace(RUN, why="a mean of real tokens", kind=losses.Explores),
+    replace(RUN, why="padding trimmed", kind=own.TrimsALoss),
+    replace(RUN, why="weights by places", kind=jobs.Weighs, arguments=ACCUMULATED),
+    replace(RUN, why="its own step, by the model's loss", kind=StepsByTheModel, arguments=ACCUMULATED),
+    replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),
+    replace(RUN, why="its own step, by its own loss", kind=StepsByItsLoss),
+    replace(RUN, why="by choice, not averaged", kind=Named, arguments=ALONE, ring=RingConfig(loss="gathered")),
+    replace(RUN, why="an evaluation loop that gathers", kind=Gathers),
+    replace(RUN, why="predictions of rows", kind=ReturnsAScore, metrics="logits"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
+@pytest.mark.turns
+def test_it_trains_as_in_one_process(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    want = without_ring(ranks, run, mesh)
+    for got in in_rings(ranks, run, mesh):
+        assert_equal_runs(got, want)
+
+
+def under_fsdp2_trained(kind: type[Trainer], mesh: Mesh) -> list[dict[str, float]]:
+    with launched(mesh), a_folder(None) as folder:
+        trainer = trainer_of(replace(RUN, kind=kind), mesh, folder)
+        if mesh.cp > 1:
+            under_fsdp2(trainer, {})
+        trainer.train()
+        return numbers(trainer.state.log_history)
+
+
+@pytest.mark.parametrize("kind", [jobs.Weighs, losses.ContrastsBeside])
+def test_it_trains_under_fsdp2(ranks: Ranks, kind: type[Trainer]) -> None:
+    want = ranks(1).run(under_fsdp2_trained, kind, Mesh())[0]
+    for got in ranks(2).run(under_fsdp2_trained, kind, Mesh(cp=2)):
+        assert [pytest.approx(entry, rel=LOSS) for entry in want] == got
+
+
+def refusal_of_a_loss_for_rings() -> tuple[str, int]:
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        return refusal_of(trainer_of(replace(RUN, rows=losses.Marked(), kind=losses.AfterMark), Mesh(cp=2), folder))
+
+
+def test_a_loss_that_was_written_for_rings_is_refused_by_what_was_found(ranks: Ranks) -> None:
+    """It reads shift_labels, which whole rows do not have."""
+    for error, steps in ranks(2).run(refusal_of_a_loss_for_rings):
+        assert error.startswith("LossNotSharded: the loss of AfterMark.compute_loss (the self-check found "), error
+        assert steps == 0
