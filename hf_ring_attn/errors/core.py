@@ -256,9 +256,14 @@ def _by_value(per_rank: Mapping[int, str]) -> dict[str, str]:
 
 
 class RefusedElsewhere(Refused):
-    """``messages``: rank -> the name and the words of its error; ranks with the same error share a line."""
+    """``messages``: rank -> the name and the words of its error; ranks with the same error share a line.
+
+    Attributes:
+        kinds: the names of these errors.
+    """
 
     def __init__(self, messages: dict[int, str]) -> None:
+        self.kinds = {text.partition(":")[0] for text in messages.values()}
         listing = "\n".join(f"  {who}: {text}" for text, who in _by_value(messages).items())
         super().__init__(f"this rank stops because other ranks of its ring raised an error:\n{listing}")
 

@@ -13,23 +13,34 @@ from ..sharding.layout import Layout
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All-gather [B, T, ...] to [B, S, ...]; the backward is a reduce-scatter in float32."""
+    """All-gather [B, T, ...] to [B, S, ...]; the backward is a reduce-scatter in float32, or W times a rank's share.
+
+    Args:
+        alike: all ranks have the same gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ring, layout: Layout) -> Tensor:
-        ctx.ring, ctx.layout = ring, layout
+    def forward(ctx: Any, x: Tensor, ring: Ring, layout: Layout, alike: bool) -> Tensor:
+        ctx.ring, ctx.layout, ctx.alike = ring, layout, alike
         return layout.merge(ring.gather(x, "gathered a sequence").wait()[0])[:, : layout.length].contiguous()
 
     @staticmethod
     @first_order_only("a row that was gathered")
-    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None]:
-        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(sum_dtype(gradient.dtype))
-        return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        padded = ctx.layout.pad(gradient, 1)
+        if ctx.alike:
+            return ctx.layout.shard(padded, 1) * ctx.ring.size, None, None, None
+        leaving = ctx.layout.split(padded).to(sum_dtype(gradient.dtype))
+        return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None, None
 
 
-def gather_sequence(x: Tensor, ring: Ring, layout: Layout) -> Tensor:
-    """All-gathers tokens [B, T, ...] to sequences [B, S, ...] in order, without padding. Differentiable."""
-    return x if ring.size == 1 else _GatherSequence.apply(x, ring, layout)  # type: ignore[no-untyped-call]
+def gather_sequence(x: Tensor, ring: Ring, layout: Layout, alike: bool = False) -> Tensor:
+    """All-gathers tokens [B, T, ...] to sequences [B, S, ...] in order, without padding. Differentiable.
+
+    Args:
+        alike: every rank computes the same loss from it, so the backward sends nothing.
+    """
+    return x if ring.size == 1 else _GatherSequence.apply(x, ring, layout, alike)  # type: ignore[no-untyped-call]
 
 
 class _SumOverRing(torch.autograd.Function):

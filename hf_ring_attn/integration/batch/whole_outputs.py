@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import errors
+from ...layers.collectives import gather_sequence
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
@@ -67,11 +68,11 @@ def whole_output(
         others.ends.append(x.grad_fn)
         return _compared(x, sharded)
     if path.startswith("router_logits") and x.dim() == 2 and len(x) % local == 0:
-        return _compared(sharded.gather(x.unflatten(0, (-1, local))).flatten(0, 1), sharded)
+        return _compared(gathered(x.unflatten(0, (-1, local)), sharded).flatten(0, 1), sharded)
     if x.dim() >= 2 and x.shape[1] == local and path not in seen.odd:
         if (known := next((whole for mine, whole in others.made if mine is output), None)) is not None:
             return known  # the last states may be there twice
-        whole = _compared(sharded.gather(x), sharded)
+        whole = _compared(gathered(x, sharded), sharded)
         others.made.append((output, whole))
         if x.grad_fn is not None and sharded.ring.size > 1:
             refuse_gradient_of_state(whole, x.grad_fn, others.ends, path or "the output")
@@ -93,6 +94,11 @@ def _mapping_like(output: Any, parts: dict[str, Any]) -> Any:
 
 def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object, others: Outputs) -> Any:
     return whole_output(x, sharded, seen, f"{path}.{key}" if path else str(key), others)
+
+
+def gathered(x: Tensor, sharded: Sharded) -> Tensor:
+    """Whole rows [B, S, ...] of a rank's tokens [B, T, ...]. Ranks compare their gradients, which are the same."""
+    return gather_sequence(x, sharded.ring, sharded.layout, alike=True)
 
 
 def _compared(x: Tensor, sharded: Sharded) -> Tensor:

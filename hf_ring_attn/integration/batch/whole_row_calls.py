@@ -162,6 +162,9 @@ def whole_row_calls(
                 sharded = shard(model, rows)
                 inside.enter_context(sharded)
             output = model(**_own_share(model, given, sharded))
+            packed = given.get("position_ids") is not None and sharded.context.facts.documents is not None
+            if packed and sharded.ring.size > 1 and _makes_cache(model, given):
+                warn(DOCUMENTS_APART)
         if fused:
             return whole_of_fused(output, sharded)
         whole = whole_output(output, sharded, _known(model))
@@ -176,6 +179,12 @@ def whole_row_calls(
         yield
     finally:
         calls.remove()
+
+
+DOCUMENTS_APART = (
+    "position_ids restart, as for packed documents, and the model would make a cache. In one process transformers lets "
+    "documents see each other then; in the ring they do not. For the same numbers set model.config.use_cache=False there."
+)
 
 
 class NoCache:

@@ -16,8 +16,9 @@ from ...comm.fingerprint import fingerprint
 from ...comm.ring import Ring
 
 _SAME_VALUES = (
-    "A gathered value is taken once per ring, so make it the same on all its ranks first: sharded.gather(x) for what "
-    "each token has, sharded.reduce(loss) for a loss."
+    "A gathered value is taken once per ring, so make it the same on all its ranks first: in a Trainer by "
+    "RingConfig(loss='gathered') or accelerator.reduce(count), in a loop by sharded.gather(x) for what each token has, "
+    "and sharded.reduce(loss)."
 )
 _CHECKED_VALUES = 1 << 18
 

@@ -64,7 +64,7 @@ def predicting(predict_in_ring: Callable[..., Any]) -> Callable[..., Any]:
         if not calls_with_whole_rows(trainer, model, whole):
             try:
                 return predict_in_ring(trainer, model, whole, *given)
-            except (*NEEDS_WHOLE_ROWS, errors.UnknownOutput) as error:
+            except NEEDS_WHOLE_ROWS as error:
                 take_whole_rows(trainer, model, error)
         with whole_row_step(trainer, model, whole):
             return original(trainer, model, whole, *given)

@@ -144,12 +144,16 @@ def _prepare_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> A
 
 
 NEEDS_WHOLE_ROWS = (
-    errors.GradientDiffers, errors.LossNotSharded, errors.MeanOfOneRank, errors.PaddingInLoss, errors.PooledLoss,
-    errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer, errors.SelfCheckFailed, errors.SelfCheckNotRun,
-    errors.SelfCheckRaised, errors.ShiftedByHand, errors.UnshardedInput,
+    errors.GradientDiffers, errors.LossNotSharded, errors.MeanOfOneRank, errors.OtherInputs, errors.PaddingInLoss,
+    errors.PooledLoss, errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer, errors.RefusedElsewhere,
+    errors.SelfCheckFailed, errors.SelfCheckNotRun, errors.SelfCheckRaised, errors.ShiftedByHand, errors.UnknownOutput,
+    errors.UnshardedInput,
 )  # fmt: skip
-"""What a self-check raises, on every rank, of a loss that a rank cannot compute from its tokens."""
-IN_A_FORWARD = (errors.RanksDiffer, errors.SelfCheckNotRun, errors.SelfCheckRaised, errors.UnshardedInput)
+"""What is raised, on every rank, of a loss that a rank cannot compute from its tokens."""
+IN_A_FORWARD = (
+    errors.OtherInputs, errors.RanksDiffer, errors.RefusedElsewhere, errors.SelfCheckNotRun, errors.SelfCheckRaised,
+    errors.UnshardedInput,
+)  # fmt: skip
 """Of these what may come inside a forward: under FSDP2 no other one can follow."""
 
 _OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
@@ -162,9 +166,11 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     Raises:
         Refused: ``error``, if the program chose another loss, or the model has a head of whole rows.
     """
-    chosen, of_batch = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_batch
+    chosen, is_other = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_batch
+    if isinstance(error, errors.RefusedElsewhere):
+        is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
     is_stuck = isinstance(error, IN_A_FORWARD) and fsdp.is_sharded(model)
-    if chosen != "auto" or group_of(trainer) is None or _gives_whole_rows(trainer) or of_batch or is_stuck:
+    if chosen != "auto" or group_of(trainer) is None or _gives_whole_rows(trainer) or is_other or is_stuck:
         raise error
     when = "trains" if model.training else "evaluates"
     _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error

@@ -103,6 +103,27 @@ def of_a_chain(model: Any, batch: Batch) -> Tensor:
     return total
 
 
+def of_gradients(model: Any, batch: Batch) -> Tensor:
+    """Weighs two losses by their gradients of a layer's weights and of the head's (GradNorm, VQGAN)."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    weights = [inner.model.layers[-1].mlp.up_proj.weight, inner.lm_head.weight]
+    logits = model(input_ids=batch["input_ids"]).logits
+    first, second = next_token_losses(logits, batch["labels"]).mean(), logits.logsumexp(-1).square().mean()
+    sizes = [torch.autograd.grad(one, weights, retain_graph=True) for one in (first, second)]
+    ratio = sum(a.norm() / b.norm() for a, b in zip(*sizes, strict=True))
+    total: Tensor = first + ratio.detach() * second
+    return total
+
+
+def of_states(model: Any, batch: Batch) -> Tensor:
+    """The gradient by the last states, which are there twice: nothing is computed from the copy."""
+    outputs = model(input_ids=batch["input_ids"], output_hidden_states=True)
+    last = outputs.hidden_states[-1]
+    (slope,) = torch.autograd.grad(last.square().sum() + outputs.last_hidden_state.std(), last, retain_graph=True)
+    total: Tensor = last.std() + (slope * last).mean()
+    return total
+
+
 def of_a_forward(model: Any, batch: Batch) -> Tensor:
     """The program calls the model by its forward, and the model below its head alone."""
     ids = batch["input_ids"]
@@ -115,8 +136,8 @@ class Case:
     """A loss and how its model is wrapped, and why it is here.
 
     Args:
-        wrap: "", "DDP", "FSDP2", "compiled", "compiled in place", "LoRA" or "checkpointed". base: without its head.
-        clips: gradients are clipped before `reduce_gradients`.
+        wrap: "", "DDP", "static DDP", "FSDP2", "compiled", "compiled in place", "LoRA" or "checkpointed".
+        base: without its head. clips: gradients are clipped before `reduce_gradients`.
     """
 
     why: str
@@ -157,7 +178,9 @@ def made(case: Case, in_ring: bool, device: str) -> tuple[Any, Any]:
         for part in (*model.model.layers, model):
             fully_shard(part)
     wraps: dict[str, Callable[[Any], Any]] = {
-        "DDP": DistributedDataParallel, "compiled": lambda model: torch.compile(model, backend="eager"),
+        "DDP": DistributedDataParallel,
+        "static DDP": lambda model: DistributedDataParallel(model, static_graph=True),
+        "compiled": lambda model: torch.compile(model, backend="eager"),
     }  # fmt: skip
     return model, wraps.get(case.wrap, lambda model: model)(model)
 
@@ -172,7 +195,7 @@ def answer(case: Case, in_ring: bool = True, device: str = "cpu") -> Answer:
     loss.backward()
     if case.clips:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    if rows is not None and case.wrap not in ("DDP", "FSDP2"):
+    if rows is not None and case.wrap not in ("DDP", "static DDP", "FSDP2"):
         rows.reduce_gradients(model)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients.items()}
@@ -222,6 +245,22 @@ def parsed(in_ring: bool = True) -> Answer:
     return Answer(loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
+def steered(in_ring: bool = True) -> Answer:
+    """A vector that a hook adds to a layer's output, clipped right after the backward, beside a frozen model."""
+    model: Any = tiny("llama", "ring_fp32" if in_ring else None).double().requires_grad_(False)
+    vector = nn.Parameter(torch.zeros(model.config.hidden_size, dtype=torch.float64))
+    model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output + vector)
+    optimizer = torch.optim.SGD([vector], 0.5)
+    for _ in range(3):  # its use is looked for in the first steps, and the third is none of these
+        optimizer.zero_grad()
+        with hf_ring_attn.whole_rows(model) if in_ring else nullcontext():
+            loss = weighed(model, tokens(23))
+        loss.backward()
+        nn.utils.clip_grad_norm_([vector], 0.3)
+        optimizer.step()
+    return Answer(loss.detach(), {"vector": vector.grad})  # type: ignore[dict-item]
+
+
 def of_a_copy() -> tuple[Tensor, Tensor]:
     """A weight's gradient of a model, and of a copy that was made inside, after both were called there."""
     model: Any = tiny("llama", "ring_fp32")
@@ -239,6 +278,9 @@ def error_of(how: str) -> str:
     model: Any = tiny("llama", "ring_fp32")
     batch = tokens(23)
     rank, everyone = dist.get_rank(), [torch.empty(()) for _ in range(dist.get_world_size())]
+    states: list[Tensor] = []
+    if how == "states of a hook":
+        model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: states.append(output))
     try:
         with hf_ring_attn.whole_rows(model) as rows:
             if how == "no call":
@@ -248,7 +290,16 @@ def error_of(how: str) -> str:
             if how == "a cache":
                 cache = model(input_ids=batch["input_ids"]).past_key_values
                 model(input_ids=batch["input_ids"][:, :1], past_key_values=cache)
-            logits = model(input_ids=batch["input_ids"]).logits
+            outputs = model(input_ids=batch["input_ids"], output_hidden_states=True)
+            logits, state = outputs.logits, outputs.hidden_states[1]
+        if how == "a gradient by a state":
+            torch.autograd.grad(logits.std() + state.std(), state, retain_graph=True)
+        if how == "a kept gradient of a state":
+            state.retain_grad()
+            (logits.std() + state.std()).backward(retain_graph=True)
+        if how == "rows of a queue":
+            rows = logits.detach().mean(1)
+            dist.all_gather([torch.empty_like(rows) for _ in everyone], rows)
         factor: Any = 1 + rank if how == "another loss on each rank" else 1
         if how == "other signs on each rank":
             factor = torch.randn(logits.shape, generator=torch.Generator().manual_seed(rank)).sign()
@@ -263,6 +314,7 @@ def error_of(how: str) -> str:
                 dist.all_gather_into_tensor(output_tensor=output, input_tensor=logits)
         if how == "rows of all ranks, by a function with gradients":
             logits = torch.cat(dist_functions.all_gather(logits))
+        logits = logits + sum(one.std() for one in states)
         (logits * factor).square().sum().add((logits * factor).sum()).backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
     except hf_ring_attn.RingAttentionError as error:

@@ -6,21 +6,23 @@ import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PrinterCallback
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.batch.shard import Sharded
+from hf_ring_attn.integration.batch import whole_outputs
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import preference_jobs, sft_jobs
 from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
-from tests.helpers.jobs.preference_jobs import BATCH, DEFECTS, EVAL_ROWS, STEPS, TRAIN_ROWS, numbers, preferences
+from tests.helpers.jobs.preference_jobs import BATCH, EVAL_ROWS, STEPS, TRAIN_ROWS, numbers, preferences
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, lora, model, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
@@ -108,15 +110,23 @@ def trained(case: Case, mesh: Mesh, self_check: bool = True, defect: Callable[[]
         return Outcome(1 if group is None else group.size(), steps, evaluation, before, weights_of(host.model))
 
 
-def rows_of_other_places() -> Any:
-    """The logits of each token stand at the next one."""
-    gather = Sharded.gather
-    return mock.patch.object(Sharded, "gather", lambda self, x: gather(self, x).roll(1, 1))
+def with_rows(change: Callable[[Tensor, int], Tensor]) -> Any:
+    """Plants a defect: whole rows of a ring of a size are changed."""
+    gathered = whole_outputs.gathered
+    return mock.patch.object(
+        whole_outputs, "gathered", lambda x, sharded: change(gathered(x, sharded), sharded.ring.size)
+    )
+
+
+def with_gradients_of_one_rank(whole: Tensor, size: int) -> Tensor:
+    """The gradient of whole rows is not multiplied by the ring's size, so that the mean over ranks divides it."""
+    return whole + (whole - whole.detach()) * (1 / size - 1)
 
 
 PLANTED = {
-    "rows_times_ranks": DEFECTS["rows_times_ranks"], "gradients_of_one_rank": DEFECTS["gradients_of_one_rank"],
-    "rows_of_other_places": rows_of_other_places,
+    "rows_times_ranks": partial(with_rows, lambda whole, size: whole * size),
+    "gradients_of_one_rank": partial(with_rows, with_gradients_of_one_rank),
+    "rows_of_other_places": partial(with_rows, lambda whole, size: whole.roll(1, 1)),
 }  # fmt: skip
 
 
