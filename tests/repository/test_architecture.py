@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "integration.patching",
         "integration.context",
         "integration.attention",
+        "integration.batch",
         "integration.gradients",
         "integration.model",
         "integration.hosts",

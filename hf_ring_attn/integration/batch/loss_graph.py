@@ -1,4 +1,4 @@
-"""What a loss of whole rows reaches in models: states past what they returned, and weights that are not theirs.
+"""The graph of a loss of whole rows: states past what models returned, and weights inside that are not theirs.
 
 In a loop the graph of a loss is followed before its backward: after the calls 1, 2, 4, 8, ... of a model, since a
 program may change on the way.

@@ -31,7 +31,7 @@ LOSSES = {"loss", "0"}
 
 @dataclass
 class Outputs:
-    """What a call returned on a rank: the last functions of all outputs, and each with what it has for whole rows."""
+    """The outputs of one call on a rank: the last functions of all, and each with what it has for whole rows."""
 
     ends: list[Any] = field(default_factory=list)
     made: list[tuple[Tensor, Tensor]] = field(default_factory=list)

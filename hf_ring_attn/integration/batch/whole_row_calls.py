@@ -183,7 +183,7 @@ def whole_row_calls(
 
 DOCUMENTS_APART = (
     "position_ids restart, as for packed documents, and the model would make a cache. In one process transformers lets "
-    "documents see each other then; in the ring they do not. For the same numbers set model.config.use_cache=False there."
+    "documents see each other then; in the ring they do not. For the same numbers set model.config.use_cache=False."
 )
 
 

@@ -16,7 +16,7 @@ import torch
 from ...comm.groups import send_to_all
 from ...comm.ring import Ring
 from ..patching.changes import Patch
-from . import trainer
+from . import trainer, trainer_facts
 
 NAMES = ("pytorch_model.bin", "model.safetensors", "adapter_model.bin", "adapter_model.safetensors")
 """The files of which Trainer wants one."""
@@ -25,7 +25,9 @@ NAMES = ("pytorch_model.bin", "model.safetensors", "adapter_model.bin", "adapter
 def _load_best_model(original: Callable[..., None]) -> Callable[..., None]:
     def load(self: Any) -> None:
         original(self)
-        if trainer.group_of(self) is None or self.is_fsdp_enabled:  # all ranks of FSDP read one checkpoint together
+        if (
+            trainer_facts.group_of(self) is None or self.is_fsdp_enabled
+        ):  # all ranks of FSDP read one checkpoint together
             return
         world, cpu = Ring.of(None), torch.device("cpu")
         folder = Path(self.state.best_model_checkpoint)

@@ -19,7 +19,7 @@ from ... import errors
 from ...comm.ring import Ring
 from ..log import warn
 from ..patching.changes import Patch
-from . import trainer
+from . import trainer, trainer_facts
 
 STATE = "trainer_state.json"
 """The file that Trainer writes last, when every rank has saved its part of weights and optimizer."""
@@ -73,7 +73,7 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(
         self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        if resume_from_checkpoint and trainer.group_of(self) is not None:
+        if resume_from_checkpoint and trainer_facts.group_of(self) is not None:
             resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, self.args.output_dir, self.is_fsdp_enabled)
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -107,7 +107,7 @@ TODO = "Copy the same checkpoint to all nodes, or name one that all have by resu
 
 def _save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
     def save(self: Any, model: Any, trial: Any) -> None:
-        if trainer.group_of(self) is None:
+        if trainer_facts.group_of(self) is None:
             original(self, model, trial)
             return
         folder = _folder(self, trial)
@@ -133,7 +133,7 @@ def _save_rng_state(original: Callable[..., None]) -> Callable[..., None]:
     """The last part that every rank saves."""
 
     def save(self: Any, output_dir: str) -> None:
-        if trainer.group_of(self) is None:
+        if trainer_facts.group_of(self) is None:
             original(self, output_dir)
             return
         failure: Exception | None = None

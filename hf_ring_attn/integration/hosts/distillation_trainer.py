@@ -26,7 +26,7 @@ from ..log import warn
 from ..model import admission, ring_calls
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import grpo_trainer, ring_overrides, trainer, trainer_overrides
+from . import grpo_trainer, ring_overrides, trainer, trainer_facts, trainer_overrides
 from . import rings_as_processes as rings
 from .gather_for_metrics import gather_sums_per_ring
 
@@ -40,7 +40,7 @@ def start(host: Any) -> None:
 
 
 def _refuse(host: Any) -> None:
-    trainer.refuse_trainer(host)
+    trainer_facts.refuse_trainer(host)
     trainer_overrides.refuse_unknown(host, _SEE_SHARES)
     admission.refuse_always(host.model)
 
@@ -62,12 +62,12 @@ class _Share:
 
 def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> Sharded:
     _refuse(host)
-    options = trainer.options_of_batches(host.model)
-    trainer.refuse_past_fused_head(host)
+    options = trainer_facts.options_of_batches(host.model)
+    trainer_facts.refuse_past_fused_head(host)
     step = TrialStep(_trial_loss, True, "", (type(host).__name__,))
     rows = grpo_trainer.rows_of(whole, _scored(whole))
     beside = [host.teacher_model]
-    sharded = shard_for(rows, trainer.group_of(host), options, model, step=step, beside=beside)
+    sharded = shard_for(rows, trainer_facts.group_of(host), options, model, step=step, beside=beside)
     sharded.context.state(_Share).inputs = sharded.inputs
     return sharded
 
@@ -107,7 +107,7 @@ def _redirected(wrapper: nn.Module, inner: nn.Module, call: Callable[[], Any], i
 
 @contextmanager
 def _step(host: Any, sharded: Sharded, whole: dict[str, Any]) -> Iterator[Sharded]:
-    with sharded, trainer.prepared(host, whole):
+    with sharded, trainer_facts.prepared(host, whole):
         yield sharded
 
 
@@ -118,7 +118,7 @@ def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
 
 def _score(original: Callable[..., Any]) -> Callable[..., Any]:
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        if trainer.group_of(self) is None:
+        if trainer_facts.group_of(self) is None:
             return original(self, inputs)
         _refuse(self)
         with rings.rings_as_processes(self):
@@ -139,7 +139,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:  # fmt: skip
-        group, context = trainer.group_of(self), batch_context.current()
+        group, context = trainer_facts.group_of(self), batch_context.current()
         if group is not None and context is None and torch.is_grad_enabled():
             warn(trainer.WHOLE_ROWS.format(type(self).__name__))
         elif group is not None:
@@ -196,7 +196,9 @@ _HIDDEN = (
 )
 _LOSS = "(self, model, inputs, return_outputs=, num_items_in_batch=)"
 PATCHES = [
-    trainer_overrides.patch_prepare(DISTILLATION, lambda host: trainer.group_of(host) is not None, _prepare_inputs),
+    trainer_overrides.patch_prepare(
+        DISTILLATION, lambda host: trainer_facts.group_of(host) is not None, _prepare_inputs
+    ),
     Patch(f"{DISTILLATION}._generate_and_score_completions", "(self, inputs)", _score),
     Patch(f"{DISTILLATION}._generate", "(self, prompts)", grpo_trainer.generate),
     Patch(f"{DISTILLATION}.compute_loss", _LOSS, _compute_loss),

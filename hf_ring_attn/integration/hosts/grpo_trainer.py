@@ -24,7 +24,16 @@ from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import accelerate, prediction, ring_overrides, trainer, trainer_overrides, vllm_generation
+from . import (
+    accelerate,
+    prediction,
+    ring_overrides,
+    trainer,
+    trainer_facts,
+    trainer_overrides,
+    vllm_generation,
+    whole_row_steps,
+)
 from . import rings_as_processes as rings
 from .first_rank_tools import environments_of_first_rank, tools_of_first_rank
 
@@ -61,7 +70,7 @@ def start(host: Any) -> None:
 
 def _refuse(host: Any) -> None:
     """Refuses what is not tested in a ring. Some attributes are set after the start, so each step checks again."""
-    trainer.refuse_trainer(host)
+    trainer_facts.refuse_trainer(host)
     trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
     if not getattr(host, "ring_fp32_exact", False):
         ring_overrides.count_rings(host, _SEE_ROWS)
@@ -84,11 +93,11 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_per_token_logps_and_entropies(self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
         calls: Any = nullcontext()
-        if trainer.group_of(self) is not None and batch_context.current() is None:
+        if trainer_facts.group_of(self) is not None and batch_context.current() is None:
             if torch.is_grad_enabled():
                 warn(trainer.WHOLE_ROWS.format(type(self).__name__))
             else:  # of the batches that TRL cuts
-                calls = whole_row_calls([model], functools.partial(trainer.shard_rows, self))
+                calls = whole_row_calls([model], functools.partial(whole_row_steps.shard_rows, self))
         with calls:
             return original(self, model, *given, **named)
 
@@ -101,7 +110,9 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     whole = host._prepare_inputs(inputs)
     rows = rows_of(whole, whole["completion_mask"])
-    return functools.partial(_step, host, model, Rows(trainer.shard_rows(host, model, rows), rows), whole), whole
+    return functools.partial(
+        _step, host, model, Rows(whole_row_steps.shard_rows(host, model, rows), rows), whole
+    ), whole
 
 
 def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
@@ -116,15 +127,15 @@ def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
 
 @contextmanager
 def _step(host: Any, model: nn.Module, rows: Rows, whole: Any) -> Iterator[None]:
-    models, shard = (model, host.model, host.ref_model), functools.partial(trainer.shard_rows, host)
+    models, shard = (model, host.model, host.ref_model), functools.partial(whole_row_steps.shard_rows, host)
     calls = whole_row_calls(models, shard, rows)
-    with rows.sharded, calls, trainer.prepared(host, whole), rings.rings_as_processes(host):
+    with rows.sharded, calls, trainer_facts.prepared(host, whole), rings.rings_as_processes(host):
         yield
 
 
 def _score(original: Callable[..., Any]) -> Callable[..., Any]:
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        if trainer.group_of(self) is None:
+        if trainer_facts.group_of(self) is None:
             return original(self, inputs)
         _refuse(self)
         with rings.rings_as_processes(self), environments_of_first_rank(self, ring_of_process()):
@@ -189,7 +200,7 @@ _LOG_PROBS = (
 def _patches(kind: str) -> list[Patch]:
     module = kind.partition(":")[0]
     return [
-        trainer_overrides.patch_prepare(kind, lambda host: trainer.group_of(host) is not None, _prepare_inputs),
+        trainer_overrides.patch_prepare(kind, lambda host: trainer_facts.group_of(host) is not None, _prepare_inputs),
         Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", _score),
         Patch(f"{kind}._generate", "(self, prompts)", generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),

@@ -15,19 +15,19 @@ from ... import errors
 from ..model import admission
 from ..patching.changes import Patch
 from . import rings_as_processes as rings
-from . import trainer
+from . import trainer_facts, whole_row_steps
 from .ring_overrides import of_first_rank
 
 
 def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        if trainer.group_of(self) is None:
+        if trainer_facts.group_of(self) is None:
             return original(self, model, inputs, num_items_in_batch)
-        trainer.refuse_trainer(self)
+        trainer_facts.refuse_trainer(self)
         admission.refuse_always(self.model)
         if self.args.use_vllm:
             raise errors.UnsupportedOption("OnlineDPOTrainer with use_vllm", "let transformers generate")
-        with rings.rings_as_processes(self), trainer.sharded_calls(self, model):
+        with rings.rings_as_processes(self), whole_row_steps.sharded_calls(self, model):
             return original(self, model, inputs, num_items_in_batch)
 
     return training_step
@@ -37,7 +37,7 @@ def _once(original: Callable[..., Any]) -> Callable[..., Any]:
     """Patches a method so that all ranks of a ring take what its first rank returns."""
 
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if trainer.group_of(self) is None:
+        if trainer_facts.group_of(self) is None:
             return original(self, *args, **kwargs)
         return of_first_rank(self, original.__name__, lambda: original(self, *args, **kwargs))
 

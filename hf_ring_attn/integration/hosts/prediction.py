@@ -23,18 +23,10 @@ from ..losses.lazy_logits import ChunkedLoss
 from ..patching.changes import Patch
 from . import own_methods
 from .rings_as_processes import RingsAsProcesses
-from .trainer import (
-    NEEDS_WHOLE_ROWS,
-    TRAINER,
-    calls_with_whole_rows,
-    count_over_all,
-    group_of,
-    shard_inputs,
-    shards_batches,
-    take_whole_rows,
-    whole_row_step,
-)
+from .trainer import TRAINER, count_over_all, shard_inputs
+from .trainer_facts import group_of, shards_batches
 from .trainer_overrides import BY_CALLS
+from .whole_row_steps import NEEDS_WHOLE_ROWS, calls_with_whole_rows, take_whole_rows, whole_row_step
 
 
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:

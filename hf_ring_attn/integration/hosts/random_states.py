@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..log import warn
 from ..patching.changes import Patch
-from . import trainer
+from . import trainer, trainer_facts
 
 _NUMBERED = re.compile(r"^rng_state_(\d+)\.pth$")
 _OF_ONE = "rng_state.pth"
@@ -33,7 +33,7 @@ _LOST = (
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_rng_state(self: Any, checkpoint: str | None) -> Any:
-        group = trainer.group_of(self)
+        group = trainer_facts.group_of(self)
         if group is None or checkpoint is None:
             return original(self, checkpoint)
         host, folder = self.accelerator, Path(checkpoint)

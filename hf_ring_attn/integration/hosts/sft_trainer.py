@@ -17,7 +17,7 @@ from ..model import ring_calls
 from ..model.experts import AuxiliaryLoss
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import own_methods, prediction, trainer
+from . import own_methods, prediction, trainer_facts
 from .gather_for_metrics import gather_sums_per_ring
 from .rings_as_processes import RingsCounted, rings_as_processes
 
@@ -33,7 +33,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        context, group = batch_context.current(), trainer.group_of(self)
+        context, group = batch_context.current(), trainer_facts.group_of(self)
         averaged = self.args.average_tokens_across_devices
         if context is None:
             if group is None:
@@ -45,7 +45,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, model, inputs, return_outputs, num_items_in_batch)
         is_trial = isinstance(self.accelerator, RingsCounted)  # of a whole row
         ring_size = context.ring.size if group is None or is_trial else group.size()
-        trainer.refuse_past_fused_head(self)
+        trainer_facts.refuse_past_fused_head(self)
         one_mean = not self.model.training  # in training all batches of a step have one mean
         made = {**context.state(MadeInputs), **inputs}
         if num_items_in_batch is None and (count := made.get("num_items_in_batch")) is not None:

@@ -3,127 +3,39 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from ... import errors
 from ...comm.ring import Ring, world_size
-from ...config import RingConfig
-from ..batch import compared_inputs
 from ..batch.loss_graph import refuse_past_outputs
 from ..batch.shard import SentNumbers, Sharded, shard_for
-from ..batch.whole_row_calls import shard_call, whole_row_calls
-from ..context import batch_context, introspect, model_record
-from ..context.introspect import TOKENS
+from ..context import batch_context, model_record
 from ..context.local_batch import LocalBatch
-from ..context.mesh import find_ring, ring_enabled, ring_group
 from ..context.trial_step import TrialStep
-from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp
 from ..log import warn
-from ..losses import kinds, whole_heads
-from ..model import adapters, admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import between_batches, liger_arguments, logged_numbers, own_methods, samplers, trainer_overrides
+from . import between_batches, logged_numbers, own_methods, samplers, trainer_overrides
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
-from .trainer_overrides import OF_WHOLE_ROWS
-
-
-def group_of(trainer: Any) -> Any:
-    """The process group of the trainer's ring; None if it trains without one."""
-    config = getattr(trainer.accelerator, "parallelism_config", None)
-    return ring_group(trainer.accelerator) if ring_enabled(config) else None
-
-
-def shards_batches(trainer: Any) -> bool:
-    """Returns True if batches are sharded: in the trainer's ring; or in a ring of one, to save memory, by one process.
-
-    Without a ring several processes are left alone, and so are trainers that generate.
-    """
-    if group_of(trainer) is not None:
-        return True
-    model = trainer.model
-    generates = any(_is_a(trainer, name) for name in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"))
-    if model is None or world_size() > 1 or generates:
-        return False
-    return model_record.options_of(model).saves_memory and introspect.uses_ring(model)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def refuse_trainer(trainer: Any) -> None:
-    """Refuses a trainer by its class and its arguments."""
-    trainer_overrides.refuse_unknown(trainer)
-    trainer_overrides.check_override(trainer, shards_batches)
-    own_methods.count_rings(trainer, group_of(trainer))
-    liger_arguments.leave_loss_to_ring(trainer.args)
-
-
-def refuse_past_fused_head(trainer: Any) -> None:
-    """Refuses a trained head that FSDP2 shards: TRL's fused head reads its weight."""
-    if trainer.model.training and adapters.head_read_past_fsdp(trainer.model):
-        raise errors.HeadReadPastFsdp(introspect.name_of(trainer.model))
-
-
-def _refuse_loss(trainer: Any, options: Any) -> None:
-    """Refuses a model or a loss before the first step, when the trainer is complete."""
-    admission.refuse_always(trainer.model)
-    if _gives_whole_rows(trainer):  # to the head, and to whatever computes a loss of its output
-        return
-    if _is_a(trainer, "RewardTrainer"):
-        why = "RewardTrainer needs the score of each row's last token, and it is no model of transformers that has one"
-        raise errors.UnsupportedModel(introspect.name_of(trainer.model), [why])
-    # SFTTrainer has a loss of its own, which smooths no labels.
-    makes_logits = options.loss == "sharded" or _is_a(trainer, "SFTTrainer")
-    if trainer.label_smoother is not None and makes_logits:
-        raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
-    if trainer.compute_loss_func is not None:
-        raise errors.LossNotSharded("compute_loss_func", gathers=True)
-    if not _takes_count(trainer):
-        name = type(trainer.model).__name__
-        raise errors.LossNotSharded(f"the loss of {name}, which takes no num_items_in_batch,", gathers=True)
-    if trainer.label_smoother is not None and not _counts(trainer):
-        name = type(trainer.model).__name__
-        todo = f"{name} has accepts_loss_kwargs=False, so the loss is neither a mean nor a sum; set it to 0.0"
-        raise errors.UnsupportedOption("label_smoothing_factor", todo)
-
-
-def _takes_count(trainer: Any) -> bool:
-    """Returns True if the trainer's model can divide its loss by the count of the whole batch."""
-    count = "num_items_in_batch"
-    return trainer.model_accepts_loss_kwargs or count in introspect.parameters_of(trainer.model, [count])
-
-
-def _is_a(trainer: Any, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(trainer).__mro__)
-
-
-def _gives_whole_rows(trainer: Any) -> bool:
-    """Returns True if the head of the trainer's model gets whole rows: see `whole_heads`."""
-    return whole_heads.body_of(trainer.model) is not None and not _is_a(trainer, "SFTTrainer")
-
-
-def _counts(trainer: Any) -> bool:
-    """Returns True if the trainer divides losses by a count of tokens of all batches of a step; else each is a mean."""
-    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
-
-
-def options_of_batches(model: nn.Module) -> RingConfig:
-    """The options of a trainer's batches. Layout "auto" is "balanced" there, since trainers index no tokens."""
-    options = model_record.options_of(model)
-    return replace(options, layout="balanced") if options.layout == "auto" else options
-
+from .trainer_facts import (
+    counts,
+    gives_whole_rows,
+    group_of,
+    options_of_batches,
+    prepared,
+    refuse_loss,
+    refuse_trainer,
+    shards_batches,
+)
+from .whole_row_steps import NEEDS_WHOLE_ROWS, calls_with_whole_rows, sharded_calls, take_whole_rows, whole_row_step
 
 # ---- a batch ---------------------------------------------------------------------------------------------------------
 
@@ -143,46 +55,6 @@ def _prepare_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> A
     return functools.partial(whole_row_step, trainer, model, whole), whole
 
 
-NEEDS_WHOLE_ROWS = (
-    errors.GradientDiffers, errors.LossNotSharded, errors.MeanOfOneRank, errors.OtherInputs, errors.PaddingInLoss,
-    errors.PooledLoss, errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer, errors.RefusedElsewhere,
-    errors.SelfCheckFailed, errors.SelfCheckNotRun, errors.SelfCheckRaised, errors.ShiftedByHand, errors.UnknownOutput,
-    errors.UnshardedInput,
-)  # fmt: skip
-"""What is raised, on every rank, of a loss that a rank cannot compute from its tokens."""
-IN_A_FORWARD = (
-    errors.OtherInputs, errors.RanksDiffer, errors.RefusedElsewhere, errors.SelfCheckNotRun, errors.SelfCheckRaised,
-    errors.UnshardedInput,
-)  # fmt: skip
-"""Of these what may come inside a forward: under FSDP2 no other one can follow."""
-
-_OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
-"""Trainers whose loss needs whole rows, as a self-check found: what it raised in training (True), in evaluation."""
-
-
-def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> None:
-    """Lets a trainer's losses be of whole rows from now on, since ``error`` refused those of a rank's tokens.
-
-    Raises:
-        Refused: ``error``, if the program chose another loss, or the model has a head of whole rows.
-    """
-    chosen, is_other = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_batch
-    if isinstance(error, errors.RefusedElsewhere):
-        is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
-    is_stuck = isinstance(error, IN_A_FORWARD) and fsdp.is_sharded(model)
-    if chosen != "auto" or group_of(trainer) is None or _gives_whole_rows(trainer) or is_other or is_stuck:
-        raise error
-    when = "trains" if model.training else "evaluates"
-    _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error
-    warn(TAKES_WHOLE_ROWS.format(type(trainer).__name__, when, " ".join(str(error).split(". ")[0].split())))
-
-
-TAKES_WHOLE_ROWS = (
-    "{} {} by losses of whole rows from now on, which takes more memory, since one rank's tokens do not give its loss: "
-    '{}. RingConfig(loss="gathered") does so without trying; with another loss it is refused.'
-)
-
-
 def shard_inputs(
     trainer: Any, model: nn.Module, whole: Any, trains: bool, count: Callable[[Any, dict[str, Any]], Any],
     has_loss: bool = True,
@@ -195,9 +67,9 @@ def shard_inputs(
     """
     refuse_trainer(trainer)  # again: with model_init the ring was not known at the start
     options = options_of_batches(model)
-    _refuse_loss(trainer, options)
+    refuse_loss(trainer, options)
     step = _trial_step(trainer, trains, count) if has_loss else None
-    head, numbers = _gives_whole_rows(trainer), [logged_numbers.digest(trainer)]
+    head, numbers = gives_whole_rows(trainer), [logged_numbers.digest(trainer)]
     sharded = shard_for(whole, group_of(trainer), options, model, False, step, head=head, numbers=numbers)
     if trains:
         batches = trainer.args.gradient_accumulation_steps * world_size() // sharded.ring.size
@@ -210,7 +82,7 @@ def shard_inputs(
 def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
     """The inputs for the trainer's step, in a new dict."""
     local = dict(sharded.inputs)
-    if _counts(trainer):
+    if counts(trainer):
         local.pop("num_items_in_batch", None)
     return local
 
@@ -226,7 +98,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
             if group is not None and items is not None and not trainer.args.average_tokens_across_devices:
                 items = items * group.size()  # `_get_num_items_in_batch` gives a rank's part, and this row is whole
             # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
-            counts = RingsAsProcesses if _gives_whole_rows(trainer) else RingsCounted
+            counts = RingsAsProcesses if gives_whole_rows(trainer) else RingsCounted
             counted = nullcontext() if group is None else rings_as_processes(trainer, counts)
             with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
@@ -241,91 +113,10 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
     return TrialStep(loss, trains, f"{kind.__name__}.compute_loss", (*key, trainer.state.global_step.bit_length()))
 
 
-def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
-    """Returns True if a trainer's loss is of whole rows.
-
-    Its model's options say so, or its class; or the program has a function of outputs, of a model's logits, or a
-    compute_loss of a model that takes no count; or its rows have names of their own.
-    """
-    loss = options_of_batches(model).loss
-    smooths = trainer.label_smoother is not None and _is_a(trainer, "SFTTrainer")  # by logits, which others do not need
-    is_own = own_methods.is_own(trainer, "compute_loss") and not _takes_count(trainer)
-    is_own = is_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
-    is_of_whole_rows = any(f"{cls.__module__}:{cls.__name__}" in OF_WHOLE_ROWS for cls in type(trainer).__mro__)
-    found = _OF_WHOLE_ROWS.get(trainer, {})
-    was_found = True in found or model.training in found
-    if loss == "gathered" or is_of_whole_rows or was_found or not isinstance(whole, Mapping):
-        return True
-    if own_methods.steps_by_itself(trainer):  # an evaluation
-        return not _gives_whole_rows(trainer)
-    if loss == "auto" and (is_own or smooths):
-        return not _gives_whole_rows(trainer)
-    return any(_is_of_other_rows(name, x) for name, x in whole.items())
-
-
-def _is_of_other_rows(name: str, x: Any) -> bool:
-    """Returns True for tokens under a name of their own, as "chosen_input_ids" or "input_ids_j", and for a dict."""
-    is_named = name not in TOKENS and any(one in name for one in TOKENS)
-    return isinstance(x, Mapping) or (is_named and isinstance(x, Tensor))
-
-
-@contextmanager
-def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]:
-    """A step whose batch is whole, as are the outputs of its models: calls are sharded when they are made.
-
-    Raises:
-        RanksDiffer: ranks have different batches.
-    """
-    refuse_trainer(trainer)
-    admission.refuse_always(trainer.model)
-    ring, options = find_ring(group_of(trainer)), options_of_batches(model)
-    batch = whole if isinstance(whole, Mapping) else {"inputs": whole}
-    facts = {**compared_inputs.empty_facts(options, batch), **compared_inputs.inputs_of(batch)}
-    ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(batch))
-    try:
-        with prepared(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
-            yield
-    except KeyError as missing:
-        refused = _OF_WHOLE_ROWS.get(trainer, {}).get(model.training)
-        if refused is not None and missing.args[0] in LOSS_INPUTS:  # the program's loss is one for a ring
-            raise refused from missing
-        raise
-
-
-@contextmanager
-def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False) -> Iterator[None]:
-    """Lets a trainer call its models with whole rows. ``is_whole``: Trainer's own methods see them, too."""
-    others = [x for x in vars(trainer).values() if isinstance(x, nn.Module)]  # a teacher, for example
-    shard = functools.partial(shard_rows, trainer, fused=False)
-    calls = whole_row_calls((model, trainer.model, *others), shard, inside=True)
-    with Replaced(trainer, trainer_overrides.BY_CALLS, is_whole), calls:
-        yield
-
-
-def shard_rows(
-    host: Any, model: nn.Module, rows: Mapping[str, Any], beside: Sequence[nn.Module] = (), fused: bool = True
-) -> Sharded:
-    """Shards whole rows for a trainer's model.
-
-    Args:
-        beside: other models that will get them. fused: they are called for log-probabilities, else for logits.
-    """
-    options = options_of_batches(host.model)  # for a teacher, too
-    if fused:
-        refuse_past_fused_head(host)
-    return shard_call(model, rows, group_of(host), options, type(host).__name__, beside, fused, trains=True)
-
-
 @contextmanager
 def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
     with sharded, prepared(trainer, local):
         yield sharded
-
-
-def prepared(trainer: Any, local: dict[str, Any]) -> Replaced:
-    """Makes ``_prepare_inputs`` return ``local`` as it is: a subclass might number each rank's tokens from 0."""
-    prepare = trainer._prepare_inputs
-    return Replaced(trainer, "_prepare_inputs", lambda inputs: inputs if inputs is local else prepare(inputs))
 
 
 def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -400,7 +191,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         context, group = batch_context.current(), group_of(self)
         if context is not None and self.compute_loss_func is None and self.label_smoother is None:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
-        if (context is None and group is None) or num_items_in_batch is None or not _counts(self):
+        if (context is None and group is None) or num_items_in_batch is None or not counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
         # As with `shard`, the mean of the ranks' losses is the loss of the whole batch. A trainer that averages over
         # devices multiplies losses by all ranks: so count and loss are divided by W here.

@@ -16,6 +16,7 @@ from . import (
     preference_trainers,
     sft_trainer,
     trainer,
+    trainer_facts,
 )
 from .parallelism_config import deferring_cp_checks
 from .trainer_overrides import OF_WHOLE_ROWS
@@ -49,9 +50,9 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
         accelerate.decide_by_models(
             self.accelerator, self.model
         )  # also where an Accelerator existed before the trainer
-        if trainer.shards_batches(self):
-            trainer.refuse_trainer(self)
-        if trainer.group_of(self) is not None:
+        if trainer_facts.shards_batches(self):
+            trainer_facts.refuse_trainer(self)
+        if trainer_facts.group_of(self) is not None:
             fsdp.keep_float32(self.accelerator)  # TRL shards a reference, with this policy, before the model
             for name in names:
                 if name in STARTS:

@@ -18,7 +18,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
 from hf_ring_attn import errors
-from hf_ring_attn.integration.hosts.trainer import refuse_trainer
+from hf_ring_attn.integration.hosts.trainer_facts import refuse_trainer
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trl_trainers import KINDS, constructed, one_step, unknown

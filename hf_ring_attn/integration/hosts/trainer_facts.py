@@ -1,0 +1,110 @@
+"""Facts about a trainer in a ring: its group, its options, its loss, and by which of them it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ... import errors
+from ...comm.ring import world_size
+from ...config import RingConfig
+from ..context import introspect, model_record
+from ..context.mesh import ring_enabled, ring_group
+from ..losses import whole_heads
+from ..model import adapters, admission
+from ..patching.modules import Replaced
+from . import liger_arguments, own_methods, trainer_overrides
+
+
+def group_of(trainer: Any) -> Any:
+    """The process group of the trainer's ring; None if it trains without one."""
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    return ring_group(trainer.accelerator) if ring_enabled(config) else None
+
+
+def shards_batches(trainer: Any) -> bool:
+    """Returns True if batches are sharded: in the trainer's ring; or in a ring of one, to save memory, by one process.
+
+    Without a ring several processes are left alone, and so are trainers that generate.
+    """
+    if group_of(trainer) is not None:
+        return True
+    model = trainer.model
+    generates = any(is_a(trainer, name) for name in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"))
+    if model is None or world_size() > 1 or generates:
+        return False
+    return model_record.options_of(model).saves_memory and introspect.uses_ring(model)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Refuses a trainer by its class and its arguments."""
+    trainer_overrides.refuse_unknown(trainer)
+    trainer_overrides.check_override(trainer, shards_batches)
+    own_methods.count_rings(trainer, group_of(trainer))
+    liger_arguments.leave_loss_to_ring(trainer.args)
+
+
+def refuse_past_fused_head(trainer: Any) -> None:
+    """Refuses a trained head that FSDP2 shards: TRL's fused head reads its weight."""
+    if trainer.model.training and adapters.head_read_past_fsdp(trainer.model):
+        raise errors.HeadReadPastFsdp(introspect.name_of(trainer.model))
+
+
+def refuse_loss(trainer: Any, options: Any) -> None:
+    """Refuses a model or a loss before the first step, when the trainer is complete."""
+    admission.refuse_always(trainer.model)
+    if gives_whole_rows(trainer):  # to the head, and to whatever computes a loss of its output
+        return
+    if is_a(trainer, "RewardTrainer"):
+        why = "RewardTrainer needs the score of each row's last token, and it is no model of transformers that has one"
+        raise errors.UnsupportedModel(introspect.name_of(trainer.model), [why])
+    # SFTTrainer has a loss of its own, which smooths no labels.
+    makes_logits = options.loss == "sharded" or is_a(trainer, "SFTTrainer")
+    if trainer.label_smoother is not None and makes_logits:
+        raise errors.LossNotSharded("label smoothing (label_smoothing_factor)", gathers=True)
+    if trainer.compute_loss_func is not None:
+        raise errors.LossNotSharded("compute_loss_func", gathers=True)
+    if not takes_count(trainer):
+        name = type(trainer.model).__name__
+        raise errors.LossNotSharded(f"the loss of {name}, which takes no num_items_in_batch,", gathers=True)
+    if trainer.label_smoother is not None and not counts(trainer):
+        name = type(trainer.model).__name__
+        todo = f"{name} has accepts_loss_kwargs=False, so the loss is neither a mean nor a sum; set it to 0.0"
+        raise errors.UnsupportedOption("label_smoothing_factor", todo)
+
+
+def takes_count(trainer: Any) -> bool:
+    """Returns True if the trainer's model can divide its loss by the count of the whole batch."""
+    count = "num_items_in_batch"
+    return trainer.model_accepts_loss_kwargs or count in introspect.parameters_of(trainer.model, [count])
+
+
+def is_a(trainer: Any, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(trainer).__mro__)
+
+
+def gives_whole_rows(trainer: Any) -> bool:
+    """Returns True if the head of the trainer's model gets whole rows: see `whole_heads`."""
+    return whole_heads.body_of(trainer.model) is not None and not is_a(trainer, "SFTTrainer")
+
+
+def counts(trainer: Any) -> bool:
+    """Returns True if the trainer divides losses by a count of tokens of all batches of a step; else each is a mean."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+
+
+def options_of_batches(model: nn.Module) -> RingConfig:
+    """The options of a trainer's batches. Layout "auto" is "balanced" there, since trainers index no tokens."""
+    options = model_record.options_of(model)
+    return replace(options, layout="balanced") if options.layout == "auto" else options
+
+
+def prepared(trainer: Any, local: dict[str, Any]) -> Replaced:
+    """Makes ``_prepare_inputs`` return ``local`` as it is: a subclass might number each rank's tokens from 0."""
+    prepare = trainer._prepare_inputs
+    return Replaced(trainer, "_prepare_inputs", lambda inputs: inputs if inputs is local else prepare(inputs))

@@ -1,0 +1,152 @@
+"""Steps of a trainer whose loss is of whole rows: the calls of its models are sharded when they are made."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ... import errors
+from ..batch import compared_inputs
+from ..batch.shard import Sharded
+from ..batch.whole_row_calls import shard_call, whole_row_calls
+from ..context.introspect import TOKENS
+from ..context.mesh import find_ring
+from ..context.whole_batch import LOSS_INPUTS
+from ..gradients import fsdp
+from ..log import warn
+from ..losses import kinds
+from ..model import admission
+from ..patching.modules import Replaced
+from . import own_methods, trainer_overrides
+from .rings_as_processes import rings_as_processes
+from .trainer_facts import (
+    gives_whole_rows,
+    group_of,
+    is_a,
+    options_of_batches,
+    prepared,
+    refuse_past_fused_head,
+    refuse_trainer,
+    takes_count,
+)
+from .trainer_overrides import OF_WHOLE_ROWS
+
+
+def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
+    """Returns True if a trainer's loss is of whole rows.
+
+    Its model's options say so, or its class; or the program has a function of outputs, of a model's logits, or a
+    compute_loss of a model that takes no count; or its rows have names of their own.
+    """
+    loss = options_of_batches(model).loss
+    smooths = trainer.label_smoother is not None and is_a(trainer, "SFTTrainer")  # by logits, which others do not need
+    is_own = own_methods.is_own(trainer, "compute_loss") and not takes_count(trainer)
+    is_own = is_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
+    is_of_whole_rows = any(f"{cls.__module__}:{cls.__name__}" in OF_WHOLE_ROWS for cls in type(trainer).__mro__)
+    found = _OF_WHOLE_ROWS.get(trainer, {})
+    was_found = True in found or model.training in found
+    if loss == "gathered" or is_of_whole_rows or was_found or not isinstance(whole, Mapping):
+        return True
+    if own_methods.steps_by_itself(trainer):  # an evaluation
+        return not gives_whole_rows(trainer)
+    if loss == "auto" and (is_own or smooths):
+        return not gives_whole_rows(trainer)
+    return any(_is_of_other_rows(name, x) for name, x in whole.items())
+
+
+def _is_of_other_rows(name: str, x: Any) -> bool:
+    """Returns True for tokens under a name of their own, as "chosen_input_ids" or "input_ids_j", and for a dict."""
+    is_named = name not in TOKENS and any(one in name for one in TOKENS)
+    return isinstance(x, Mapping) or (is_named and isinstance(x, Tensor))
+
+
+@contextmanager
+def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]:
+    """A step whose batch is whole, as are the outputs of its models: calls are sharded when they are made.
+
+    Raises:
+        RanksDiffer: ranks have different batches.
+    """
+    refuse_trainer(trainer)
+    admission.refuse_always(trainer.model)
+    ring, options = find_ring(group_of(trainer)), options_of_batches(model)
+    batch = whole if isinstance(whole, Mapping) else {"inputs": whole}
+    facts = {**compared_inputs.empty_facts(options, batch), **compared_inputs.inputs_of(batch)}
+    ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(batch))
+    try:
+        with prepared(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
+            yield
+    except KeyError as missing:
+        refused = _OF_WHOLE_ROWS.get(trainer, {}).get(model.training)
+        if refused is not None and missing.args[0] in LOSS_INPUTS:  # the program's loss is one for a ring
+            raise refused from missing
+        raise
+
+
+@contextmanager
+def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False) -> Iterator[None]:
+    """Lets a trainer call its models with whole rows. ``is_whole``: Trainer's own methods see them, too."""
+    others = [x for x in vars(trainer).values() if isinstance(x, nn.Module)]  # a teacher, for example
+    shard = functools.partial(shard_rows, trainer, fused=False)
+    calls = whole_row_calls((model, trainer.model, *others), shard, inside=True)
+    with Replaced(trainer, trainer_overrides.BY_CALLS, is_whole), calls:
+        yield
+
+
+NEEDS_WHOLE_ROWS = (
+    errors.GradientDiffers, errors.LossNotSharded, errors.MeanOfOneRank, errors.OtherInputs, errors.PaddingInLoss,
+    errors.PooledLoss, errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer, errors.RefusedElsewhere,
+    errors.SelfCheckFailed, errors.SelfCheckNotRun, errors.SelfCheckRaised, errors.ShiftedByHand, errors.UnknownOutput,
+    errors.UnshardedInput,
+)  # fmt: skip
+"""Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
+IN_A_FORWARD = (
+    errors.OtherInputs, errors.RanksDiffer, errors.RefusedElsewhere, errors.SelfCheckNotRun, errors.SelfCheckRaised,
+    errors.UnshardedInput,
+)  # fmt: skip
+"""Those that may come inside a forward: under FSDP2 no other one can follow."""
+
+_OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
+"""Trainers whose loss needs whole rows, as a self-check found: what it raised in training (True), in evaluation."""
+
+
+def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> None:
+    """Lets a trainer's losses be of whole rows from now on, since ``error`` refused those of a rank's tokens.
+
+    Raises:
+        Refused: ``error``, if the program chose another loss, or the model has a head of whole rows.
+    """
+    chosen, is_other = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_batch
+    if isinstance(error, errors.RefusedElsewhere):
+        is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
+    is_stuck = isinstance(error, IN_A_FORWARD) and fsdp.is_sharded(model)
+    if chosen != "auto" or group_of(trainer) is None or gives_whole_rows(trainer) or is_other or is_stuck:
+        raise error
+    when = "trains" if model.training else "evaluates"
+    _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error
+    warn(TAKES_WHOLE_ROWS.format(type(trainer).__name__, when, " ".join(str(error).split(". ")[0].split())))
+
+
+TAKES_WHOLE_ROWS = (
+    "{} {} by losses of whole rows from now on, which takes more memory, since one rank's tokens do not give its loss: "
+    '{}. RingConfig(loss="gathered") does so without trying; with another loss it is refused.'
+)
+
+
+def shard_rows(
+    host: Any, model: nn.Module, rows: Mapping[str, Any], beside: Sequence[nn.Module] = (), fused: bool = True
+) -> Sharded:
+    """Shards whole rows for a trainer's model.
+
+    Args:
+        beside: other models that will get them. fused: they are called for log-probabilities, else for logits.
+    """
+    options = options_of_batches(host.model)  # for a teacher, too
+    if fused:
+        refuse_past_fused_head(host)
+    return shard_call(model, rows, group_of(host), options, type(host).__name__, beside, fused, trains=True)
