@@ -25,7 +25,7 @@ from .trainer_overrides import BY_CALLS
 OF_RINGS = "_hf_ring_attn_of_rings"
 """The attribute of a trainer in a method whose counts of tokens are those of its ring."""
 COUNT = "num_items_in_batch"
-EVALUATIONS = ("evaluate", "evaluation_loop")
+EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_step")
 
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
 """The functions made here. Not an attribute of them: a program's own wrapper would copy it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,9 +36,10 @@ def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
             self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
         ) -> Any:
             # In a step whose batch stays whole the host's own runs, its parent's too.
-            shards = shards_batches(self) and not vars(self).get(BY_CALLS)
-            step = functools.partial(in_ring, original) if shards else original
-            return step(self, model, inputs, prediction_loss_only, ignore_keys)
+            if not shards_batches(self) or vars(self).get(BY_CALLS):
+                return original(self, model, inputs, prediction_loss_only, ignore_keys)
+            with own_methods.as_ranks(self):
+                return in_ring(original, self, model, inputs, prediction_loss_only, ignore_keys)
 
         return prediction_step
 
