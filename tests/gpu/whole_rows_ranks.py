@@ -1,6 +1,7 @@
 """Losses of whole rows, in loops and in a Trainer, in a ring of GPUs against one GPU, in float32 and in bf16.
 
-The cases are those of tests/integration/batch/test_whole_rows.py and tests/integration/hosts/test_whole_row_losses.py.
+The cases are those of tests/integration/batch/test_whole_rows.py, tests/integration/hosts/test_whole_row_losses.py and
+test_found_whole_rows.py.
 Options: see `compared`.
 """
 
@@ -18,6 +19,7 @@ from tests.helpers.jobs import trainer_jobs, whole_call_jobs
 from tests.helpers.jobs.kinds_jobs import distance
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.integration.batch import test_whole_rows as loops
+from tests.integration.hosts import test_found_whole_rows as found
 from tests.integration.hosts import test_whole_row_losses as trainers
 
 EXACT, COARSE = (2e-5, 1e-3), (2e-2, 0.1)
@@ -43,17 +45,17 @@ def of_a_trainer(run: Run, mesh: Mesh, _device: str) -> Found:
 
 
 def cases() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    every: dict[str, Any] = {}
     for case in loops.CASES:
-        found[f"loop, {case.why}"] = partial(of_a_loop, dataclasses.replace(case, dtype=torch.float32))
+        every[f"loop, {case.why}"] = partial(of_a_loop, dataclasses.replace(case, dtype=torch.float32))
     for case in loops.CASES[:3]:
-        found[f"loop, {case.why}, bf16"] = partial(of_a_loop, dataclasses.replace(case, dtype=torch.bfloat16))
-    for run in trainers.RUNS:
+        every[f"loop, {case.why}, bf16"] = partial(of_a_loop, dataclasses.replace(case, dtype=torch.bfloat16))
+    for run in (*trainers.RUNS, *found.RUNS):
         on_gpu = {**run.arguments, "use_cpu": not torch.cuda.is_available()}
-        found[f"trainer, {run.why}"] = partial(of_a_trainer, dataclasses.replace(run, arguments=on_gpu))
+        every[f"trainer, {run.why}"] = partial(of_a_trainer, dataclasses.replace(run, arguments=on_gpu))
     half = dataclasses.replace(trainers.RUNS[0], arguments={"use_cpu": not torch.cuda.is_available(), "bf16": True})
-    found["trainer, bf16"] = partial(of_a_trainer, half)
-    return found
+    every["trainer, bf16"] = partial(of_a_trainer, half)
+    return every
 
 
 def apart(got: Found, want: Found) -> tuple[float, float]:

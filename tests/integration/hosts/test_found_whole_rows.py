@@ -47,7 +47,7 @@ class StepsByTheModel(Trainer):
         loss: torch.Tensor = model(**inputs, num_items_in_batch=num_items_in_batch).loss
         if self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
-        rows = self.accelerator.gather(torch.ones(len(inputs["input_ids"])))
+        rows = self.accelerator.gather(torch.ones(len(inputs["input_ids"]), device=self.args.device))
         assert len(rows) == self.accelerator.num_processes * len(inputs["input_ids"])
         self.accelerator.backward(loss)
         return loss.detach()
@@ -69,7 +69,8 @@ class Gathers(Trainer):
     def evaluation_loop(self, dataloader: Any, *given: Any, **named: Any) -> Any:
         output: Any = super().evaluation_loop(dataloader, *given, **named)
         rows = sum(len(batch["input_ids"]) for batch in dataloader)
-        output.metrics["eval_rows"] = float(self.accelerator.reduce(torch.tensor(float(rows)), "sum"))
+        counted = torch.tensor(float(rows), device=self.args.device)
+        output.metrics["eval_rows"] = float(self.accelerator.reduce(counted, "sum"))
         return output
 
 

@@ -147,7 +147,7 @@ class ContrastsBeside(Trainer):
         inputs = {**inputs, "output_hidden_states": True}
         loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
         rows = normalize(out.hidden_states[-1][:, -1], dim=-1)
-        loss = loss + cross_entropy(rows @ rows.T / 0.5, torch.arange(len(rows)))
+        loss = loss + cross_entropy(rows @ rows.T / 0.5, torch.arange(len(rows), device=rows.device))
         return (loss, out) if return_outputs else loss
 
 
