@@ -24,4 +24,10 @@ class RingAttentionError(Exception):
 
 
 class Refused(RingAttentionError, ValueError):
-    """Something this package cannot do exactly. Raised before the first training step, with what to do instead."""
+    """Something this package cannot do exactly. Raised before the first training step, with what to do instead.
+
+    Attributes:
+        in_loss: a trainer's compute_loss raised it, before any backward.
+    """
+
+    in_loss = False

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from ... import errors
 from ..batch.loss_graph import refuse_past_outputs
 from ..context import batch_context
 from ..patching.modules import Replaced
@@ -74,7 +75,11 @@ def count_rings(trainer: Any, group: Any) -> None:
         is_sharded = context is not None and not context.whole_head and not by_calls
         is_trial = isinstance(host.accelerator, RingsCounted) and not by_calls
         if is_sharded or is_trial or OF_RINGS in vars(host):
-            return kind.compute_loss(host, model, inputs, *given, **named)
+            try:
+                return kind.compute_loss(host, model, inputs, *given, **named)
+            except errors.Refused as error:
+                error.in_loss = True
+                raise
         given, named = _of_ring(host, kind.compute_loss, (model, inputs, *given), named, group.size())
         with as_one_process(host):
             result = kind.compute_loss(host, *given, **named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -44,10 +44,8 @@ class _LocalAccelerator:
 @contextmanager
 def preserved_trainer(trainer: Any) -> Iterator[None]:
     """Restores on exit the attributes of a trainer, its state and its control, and the contents of containers."""
-    objects = [trainer, *(x for name in ("state", "control") if (x := getattr(trainer, name, None)) is not None)]
-    attributes = [(vars(one), dict(vars(one))) for one in objects]
-    contents = [(x, x.copy()) for own, _ in attributes for value in own.values() for x in _containers(value)]
-    for name, x in attributes[0][1].items():
+    restore = restoring(trainer)
+    for name, x in vars(trainer).items():
         if isinstance(x, Tensor):
             vars(trainer)[name] = x.clone()
     trainer.accelerator = _LocalAccelerator(trainer.accelerator)
@@ -55,11 +53,23 @@ def preserved_trainer(trainer: Any) -> Iterator[None]:
         with preserved_objects(_objects_of(trainer), trainer.model.modules()):
             yield
     finally:
+        restore()
+
+
+def restoring(trainer: Any) -> Callable[[], None]:
+    """A function that restores attributes of a trainer, its state and its control, and the contents of containers."""
+    objects = [trainer, *(x for name in ("state", "control") if (x := getattr(trainer, name, None)) is not None)]
+    attributes = [(vars(one), dict(vars(one))) for one in objects]
+    contents = [(x, x.copy()) for own, _ in attributes for value in own.values() for x in _containers(value)]
+
+    def restore() -> None:
         for own, before in attributes:
             own.clear()
             own.update(before)
         for container, content in contents:
             refill(container, content)
+
+    return restore
 
 
 def _objects_of(trainer: Any) -> list[Any]:

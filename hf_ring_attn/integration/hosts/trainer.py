@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,7 +24,7 @@ from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import between_batches, logged_numbers, own_methods, samplers, trainer_overrides
 from .label_smoothing import smoothed, smoothed_in_model
-from .preserved_trainer import preserved_trainer
+from .preserved_trainer import preserved_trainer, restoring
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
 from .trainer_facts import (
     counts,
@@ -225,12 +226,27 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         group = group_of(self)
         if group is None:
             return original(self, model, inputs, num_items_in_batch)
-        call = functools.partial(original, self, model, inputs)
-        return Ring.of(group).mean(own_methods.hosts_step(self, call, num_items_in_batch, group.size()))
+        step = functools.partial(
+            own_methods.hosts_step, self, functools.partial(original, self, model, inputs), num_items_in_batch,
+            group.size(),
+        )  # fmt: skip
+        restore = restoring(self) if self not in _STEPPED and own_methods.is_own(self, "compute_loss") else None
+        try:
+            loss = step()
+        except NEEDS_WHOLE_ROWS as error:  # the self-check's rows had no such difference
+            if restore is None or not error.in_loss:
+                raise
+            take_whole_rows(self, model, error)
+            restore()
+            loss = step()
+        _STEPPED.add(self)
+        return Ring.of(group).mean(loss)
 
     return training_step
 
 
+_STEPPED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Trainers that made a step."""
 WHOLE_ROWS = (
     "{} computes a loss outside of its ring: its training_step does not call Trainer's, so every rank computes whole "
     "rows. That is exact, but saves no memory. Override compute_loss instead."

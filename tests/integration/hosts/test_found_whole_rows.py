@@ -85,6 +85,20 @@ class ReturnsAScore(Trainer):
         return (loss, {"loss": loss, "score": score}) if return_outputs else loss
 
 
+class CountsRight(Trainer):
+    """Logs how many tokens are right, of those of all processes. No check tries what it gathers."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
+        labelled = inputs["labels"] != -100
+        counts = torch.stack([((out.logits.argmax(-1) == inputs["labels"]) & labelled).sum(), labelled.sum()])
+        right, of = self.accelerator.gather_for_metrics(counts[None]).sum(0)
+        self.state.num_input_tokens_seen += int(right) + 100 * int(of)  # which is logged
+        return (loss, out) if return_outputs else loss
+
+
 RUNS = [
     replace(RUN, why="arguments by name", kind=Named),
     replace(RUN, why="twice if a token is special", kind=tokens.Special, arguments=ACCUMULATED),
@@ -104,6 +118,7 @@ RUNS = [
     replace(RUN, why="its own step, by its own loss", kind=StepsByItsLoss),
     replace(RUN, why="by choice, not averaged", kind=Named, arguments=ALONE, ring=RingConfig(loss="gathered")),
     replace(RUN, why="an evaluation loop that gathers", kind=Gathers),
+    replace(RUN, why="counts of tokens, for a log", kind=CountsRight, arguments={"eval_strategy": "no"}),
     replace(RUN, why="predictions of rows", kind=ReturnsAScore, metrics="logits"),
 ]  # fmt: skip
 
