@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from transformers import Trainer
+
 from ... import errors
 from ..batch.loss_graph import refuse_past_outputs
 from ..context import batch_context
@@ -80,7 +82,7 @@ def count_rings(trainer: Any, group: Any) -> None:
             except errors.Refused as error:
                 error.in_loss = True
                 raise
-        given, named = _of_ring(host, kind.compute_loss, (model, inputs, *given), named, group.size())
+        given, named = _of_ring(host, "compute_loss", kind.compute_loss, (model, inputs, *given), named, group.size())
         with as_one_process(host):
             result = kind.compute_loss(host, *given, **named)
         if by_calls:
@@ -92,17 +94,21 @@ def count_rings(trainer: Any, group: Any) -> None:
 
 
 def _of_ring(
-    trainer: Any, method: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], size: int
+    trainer: Any, name: str, method: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], size: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a method without its trainer, with the ring's count of tokens in place of a rank's part."""
+    """Arguments of a trainer's ``method``, called ``name``, with the ring's count of tokens, not a rank's part."""
     if trainer.args.average_tokens_across_devices:  # the count is that of all ranks
         return given, named
-    places = [name for name in inspect.signature(method).parameters if name != "self"]
+    places = _names(method) if COUNT in _names(method) else _names(getattr(Trainer, name))  # it has *args
     if named.get(COUNT) is not None:
         named = {**named, COUNT: named[COUNT] * size}
     elif COUNT in places[: len(given)] and given[at := places.index(COUNT)] is not None:
         given = (*given[:at], given[at] * size, *given[at + 1 :])
     return given, named
+
+
+def _names(method: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(method).parameters if name != "self"]
 
 
 def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]], size: int) -> None:
@@ -121,7 +127,7 @@ def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager
     def training_step(model: Any, *given: Any, **named: Any) -> Any:
         host = of()
         method = kind.training_step if own is None else own
-        given, named = _of_ring(host, method, (model, *given), named, size)
+        given, named = _of_ring(host, "training_step", method, (model, *given), named, size)
         _steps_by_itself.add(host)  # until Trainer's own is called
         with as_one_process(host), calls(host, model):
             return method(host, *given, **named) if own is None else method(*given, **named)

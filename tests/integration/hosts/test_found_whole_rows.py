@@ -99,6 +99,11 @@ class CountsRight(Trainer):
         return (loss, out) if return_outputs else loss
 
 
+class HidesLabels(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "labels": own.half_of_the_labels(inputs)}, *given, **named)
+
+
 RUNS = [
     replace(RUN, why="arguments by name", kind=Named),
     replace(RUN, why="twice if a token is special", kind=tokens.Special, arguments=ACCUMULATED),
@@ -112,6 +117,7 @@ RUNS = [
     replace(RUN, why="a mean of tokens", kind=losses.Calms, arguments=ACCUMULATED),
     replace(RUN, why="a mean of real tokens", kind=losses.Explores),
     replace(RUN, why="padding trimmed", kind=own.TrimsALoss),
+    replace(RUN, why="labels hidden", kind=HidesLabels),
     replace(RUN, why="weights by places", kind=jobs.Weighs, arguments=ACCUMULATED),
     replace(RUN, why="its own step, by the model's loss", kind=StepsByTheModel, arguments=ACCUMULATED),
     replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),

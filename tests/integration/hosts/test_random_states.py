@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ring_attn.integration.hosts import random_states, trainer
+from hf_ring_attn.integration.hosts import random_states, trainer_facts
 
 TRAINER_S = "Trainer's own"
 TABLE = [
@@ -49,7 +49,7 @@ def test_a_rank_reads_the_states_of_its_rings_rank(
     read: list[Any] = []
     trainers_own = random_states._load(lambda _self, _checkpoint: read.append(TRAINER_S))
     with (
-        mock.patch.object(trainer, "group_of", return_value=SimpleNamespace(size=lambda: size)),
+        mock.patch.object(trainer_facts, "group_of", return_value=SimpleNamespace(size=lambda: size)),
         mock.patch.object(random_states, "_restore", lambda path, number: read.append((path.name, number))),
         mock.patch.object(random_states, "warn", lambda text: read.append(text)),
     ):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from hf_ring_attn import RingAttentionError
+from hf_ring_attn import RingAttentionError, RingConfig
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh, Pictures, Row, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
@@ -263,7 +263,8 @@ def raised(change: Callable[[Trainer], Any], kind: type[Trainer] = Trainer) -> s
     """What a trainer raises that was changed after it was made."""
     with launched(Mesh(cp=2)), a_folder(None) as folder:
         try:
-            trainer = trainer_of(LLAMA, Mesh(cp=2), folder, kind=kind)
+            run = replace(LLAMA, ring=RingConfig(loss="chunked"))  # by default such a loss gets whole rows
+            trainer = trainer_of(run, Mesh(cp=2), folder, kind=kind)
             change(trainer)
             trainer.train()
         except RingAttentionError as error:
