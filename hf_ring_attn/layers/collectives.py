@@ -27,10 +27,9 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     @first_order_only("a row that was gathered")
     def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        padded = ctx.layout.pad(gradient, 1)
         if ctx.alike:
-            return ctx.layout.shard(padded, 1) * ctx.ring.size, None, None, None
-        leaving = ctx.layout.split(padded).to(sum_dtype(gradient.dtype))
+            return ctx.layout.shard(ctx.layout.pad(gradient, 1), 1) * ctx.ring.size, None, None, None
+        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(sum_dtype(gradient.dtype))
         return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None, None
 
 

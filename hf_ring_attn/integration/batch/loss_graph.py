@@ -17,9 +17,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
 from ...comm.ring import LOCAL, Ring
+from ..context.batch_context import BatchContext, live_batches
 from ..context.model_record import latest_record
 from ..gradients import fsdp
-from ..gradients.backward_end import average, call_at_end
+from ..gradients.backward_end import SOME, average, call_at_end
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 
@@ -100,42 +101,94 @@ def _followed(nodes: Iterable[Any], until: set[str]) -> Iterator[Any]:
 
 
 class _Calls:
-    """The calls of a model with whole rows. ``beside``: weights of the program's own that were used inside it."""
+    """The calls of a model with whole rows, and weights of the program's own that were used inside it.
+
+    Attributes:
+        number: of calls. ring: of the latest. found: how many such weights there were. used: those of the backward that
+            runs, by their numbers.
+    """
 
     def __init__(self) -> None:
-        self.number = 0
-        self.beside = WeakIdKeyDictionary()
+        self.number = self.found = 0
+        self.ring: Ring | None = None
+        self.used: dict[int, Tensor] = {}
+        self._known = WeakIdKeyDictionary()
+
+    def find(self, weight: Tensor) -> None:
+        """Notes a weight. Its hook tells the backwards that use it, in the same order on every rank."""
+        if weight in self._known:
+            return
+        of, calls, index = weakref.ref(weight), weakref.ref(self), self.found
+        self._known[weight] = None
+        self.found += 1
+
+        def use(_gradient: Tensor) -> None:
+            one, known = of(), calls()
+            if one is not None and known is not None:
+                known.used[index] = one
+
+        weight.register_hook(use)
+
+    def average(self) -> None:
+        """Averages the gradients of the weights that a backward used.
+
+        Raises:
+            RanksDiffer: on every rank, if ranks used others.
+        """
+        if self.found and self.ring is not None:
+            used, self.used = self.used, {}
+            facts = {"weights beside the model": str(sorted(used))}
+            device = next(iter(used.values())).device if used else torch.device("cpu")
+            self.ring.agree(facts, self.ring.small_device(device), SOME)
+            average([used[index] for index in sorted(used)], self.ring)
 
 
 _CALLS: weakref.WeakKeyDictionary[nn.Module, _Calls] = weakref.WeakKeyDictionary()
-_called: dict[weakref.ref[nn.Module], Ring] = {}
-"""Models that were called since the last backward, with their rings."""
+_called: list[weakref.ref[nn.Module]] = []
+"""Models that were called since the last backward."""
+_reached: dict[_Calls, None] = {}
+"""Calls of which a backward that runs has reached an output: the same on every rank."""
 _replaced: list[Replaced] = []
 """torch's function, from such a call to that backward: no hook of torch gets a loss."""
 
 
-def note_call(model: nn.Module, ring: Ring) -> None:
+class NotedCalls(list[_Calls]):
+    """A state of a call's batch: the calls of its model; empty in a trainer."""
+
+
+def note_call(model: nn.Module, context: BatchContext) -> None:
     """Notes that a loop called a model with whole rows, before the backward of its loss."""
-    if torch.is_grad_enabled() and ring.size > 1:
-        _CALLS.setdefault(model, _Calls()).number += 1
-        _called[weakref.ref(model)] = ring
+    if torch.is_grad_enabled() and context.ring.size > 1:
+        calls = _CALLS.setdefault(model, _Calls())
+        calls.number += 1
+        calls.ring = context.ring
+        context.state(NotedCalls)[:] = [calls]
+        _called.append(weakref.ref(model))
         if not _replaced:
             _replaced.append(
                 Replaced(torch.autograd, "backward", functools.partial(_backward, torch.autograd.backward))
             )
 
 
+def note_reached(context: BatchContext) -> None:
+    """Notes that a backward has reached an output of a call."""
+    _reached.update(dict.fromkeys(context.state(NotedCalls)))
+
+
 @uncompiled("hf_ring_attn looks at the graph of a loss")
 def _backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
     """In place of `torch.autograd.backward`: weights of the program's own get the gradient of whole rows, too."""
-    called = [(model, ring) for one, ring in _called.items() if (model := one()) is not None]
+    models = [model for one in _called if (model := one()) is not None]
     forget()
     losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if any(number & (number - 1) == 0 for number in (_CALLS[model].number for model, _ in called)):
-        _look_at(losses, [model for model, _ in called])
+    is_time = any(number & (number - 1) == 0 for number in (_CALLS[model].number for model in models))
+    # Other batches' losses are of a rank's tokens: the calls may have been of an evaluation.
+    if is_time and all(context.state(NotedCalls) for context in live_batches() if context.ring.size > 1):
+        _look_at(losses, models)
     original(losses, *args, **kwargs)
-    for model, ring in called:
-        average(list(_CALLS[model].beside), ring)
+    for calls in list(_reached):
+        calls.average()
+    _reached.clear()
 
 
 def _look_at(losses: list[Any], models: list[nn.Module]) -> None:
@@ -147,11 +200,12 @@ def _look_at(losses: list[Any], models: list[nn.Module]) -> None:
     inside = (following for node in reached for following, _ in node.next_functions)
     for node in _followed(inside, {WHOLE}):
         if type(node).__name__ == "AccumulateGrad" and id(node.variable) not in known:
-            _CALLS[models[-1]].beside[node.variable] = None
+            _CALLS[models[-1]].find(node.variable)
 
 
 def forget() -> None:
     """Forgets the calls since the last backward."""
     _called.clear()
+    _reached.clear()
     while _replaced:
         _replaced.pop().remove()

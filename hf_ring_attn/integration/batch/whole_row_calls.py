@@ -118,7 +118,7 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
 
     def shard(model: nn.Module, given: dict[str, Any]) -> Sharded:
         rows.latest = shard_call(model, given, group, model_record.options_of(model))
-        loss_graph.note_call(model, rows.latest.ring)
+        loss_graph.note_call(model, rows.latest.context)
         return rows.latest
 
     with whole_row_calls(models, shard, inside=True):

@@ -261,6 +261,20 @@ def steered(in_ring: bool = True) -> Answer:
     return Answer(loss.detach(), {"vector": vector.grad})  # type: ignore[dict-item]
 
 
+def of_two_ways() -> str:
+    """What a step with a sharded batch is refused with, after a call with whole rows that had no backward."""
+    model: Any = tiny("llama", "ring_fp32")
+    with hf_ring_attn.whole_rows(model) as rows:
+        logits = model(input_ids=tokens(23)["input_ids"]).logits
+    assert rows.latest is not None
+    try:
+        with hf_ring_attn.shard(tokens(23)) as sharded:
+            model(**sharded.inputs).loss.backward()
+    except hf_ring_attn.RingAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if logits.requires_grad else "no gradient"
+
+
 def of_a_copy() -> tuple[Tensor, Tensor]:
     """A weight's gradient of a model, and of a copy that was made inside, after both were called there."""
     model: Any = tiny("llama", "ring_fp32")

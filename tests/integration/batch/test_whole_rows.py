@@ -95,6 +95,10 @@ def test_a_weight_of_a_programs_own_inside_the_model(ranks: Ranks) -> None:
         assert_same(got, want)
 
 
+def test_a_call_without_a_backward_leaves_other_steps_alone(ranks: Ranks) -> None:
+    assert ranks(2).run(jobs.of_two_ways) == ["", ""]
+
+
 def test_a_copy_of_a_model_is_its_own(ranks: Ranks) -> None:
     for first, second in ranks(2).run(jobs.of_a_copy):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
