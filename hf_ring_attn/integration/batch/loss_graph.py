@@ -40,14 +40,21 @@ def refuse_past_outputs(*losses: Any) -> list[Any]:
     Raises:
         PastOutputs: on every rank, as they run one program.
     """
-    reached = []
+    reached, goes_past = _reached_by(losses)
+    if goes_past:
+        raise errors.PastOutputs()
+    return reached
+
+
+def _reached_by(losses: Iterable[Any]) -> tuple[list[Any], bool]:
+    """The functions by which losses reach into models, and if they reach an attention past these."""
+    reached, goes_past = [], False
     for node in _followed((loss.grad_fn for loss in losses if isinstance(loss, Tensor)), OUTPUTS):
         name = type(node).__name__
         if name in OUTPUTS:
             reached.append(node)
-        elif name == "_AttentionBackward" and LOCAL not in node.rest:
-            raise errors.PastOutputs()
-    return reached
+        goes_past |= name == "_AttentionBackward" and LOCAL not in node.rest
+    return reached, goes_past
 
 
 def refuse_gradient_of_state(whole: Tensor, made_by: Any, ends: list[Any], path: str) -> None:
@@ -74,8 +81,8 @@ def refuse_gradient_of_state(whole: Tensor, made_by: Any, ends: list[Any], path:
     def arrive(_gradient: Tensor) -> None:
         ran.clear()
         state = of()
-        # Hooks: that of the comparison, and this.
-        if state is not None and (state.retains_grad or len(state._backward_hooks or ()) > 2):
+        # Hooks: two of an output, and this.
+        if state is not None and (state.retains_grad or len(state._backward_hooks or ()) > 3):
             refuse()
         call_at_end(refuse)  # what makes the state does not run if `torch.autograd.grad` asked for its gradient
 
@@ -170,9 +177,16 @@ def note_call(model: nn.Module, context: BatchContext) -> None:
             )
 
 
-def note_reached(context: BatchContext) -> None:
-    """Notes that a backward has reached an output of a call."""
-    _reached.update(dict.fromkeys(context.state(NotedCalls)))
+def note_output(whole: Tensor, context: BatchContext) -> None:
+    """Notes an output of a call, for the backwards that reach it."""
+    made_by: Any = whole.grad_fn
+    if made_by is not None:
+        made_by.metadata[_WHOLE_OUTPUT] = True
+        calls = dict.fromkeys(context.state(NotedCalls))
+        whole.register_hook(lambda _gradient: _reached.update(calls))
+
+
+_WHOLE_OUTPUT = "hf_ring_attn: an output of whole rows"
 
 
 @uncompiled("hf_ring_attn looks at the graph of a loss")
@@ -181,9 +195,7 @@ def _backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs:
     models = [model for one in _called if (model := one()) is not None]
     forget()
     losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    is_time = any(number & (number - 1) == 0 for number in (_CALLS[model].number for model in models))
-    # Other batches' losses are of a rank's tokens: the calls may have been of an evaluation.
-    if is_time and all(context.state(NotedCalls) for context in live_batches() if context.ring.size > 1):
+    if any(number & (number - 1) == 0 for number in (_CALLS[model].number for model in models)):
         _look_at(losses, models)
     original(losses, *args, **kwargs)
     for calls in list(_reached):
@@ -193,7 +205,11 @@ def _backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs:
 
 def _look_at(losses: list[Any], models: list[nn.Module]) -> None:
     """Finds weights of the program's own that calls of ``models`` used. Raises PastOutputs."""
-    reached = refuse_past_outputs(*losses)
+    reached, goes_past = _reached_by(losses)
+    reached = [node for node in reached if _WHOLE_OUTPUT in node.metadata]
+    # Other batches' losses are of a rank's tokens, and the calls may have been those of an evaluation.
+    if goes_past and (reached or all(context.state(NotedCalls) for context in live_batches() if context.ring.size > 1)):
+        raise errors.PastOutputs()
     if any(map(fsdp.is_sharded, models)):  # its weights have no identity while they are gathered
         return
     known = {id(x) for model in models for x in latest_record(model).weights()}

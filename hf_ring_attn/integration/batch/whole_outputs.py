@@ -19,7 +19,7 @@ from ..gradients.backward_end import BackwardEnd
 from ..losses.lazy_logits import with_logits
 from ..losses.local_logits import held
 from ..model.experts import AuxiliaryLoss
-from .loss_graph import note_reached, refuse_gradient_of_state
+from .loss_graph import note_output, refuse_gradient_of_state
 from .shard import Sharded
 
 NOTHING_SEEN = SeenOutputs()
@@ -103,12 +103,14 @@ def gathered(x: Tensor, sharded: Sharded) -> Tensor:
 
 def _compared(x: Tensor, sharded: Sharded) -> Tensor:
     """Lets ranks compare the gradient of what each of them has whole."""
-    if x.requires_grad and sharded.ring.size > 1 and x.dim():
+    if not x.requires_grad or sharded.ring.size == 1:
+        return x
+    note_output(x, sharded.context)
+    if x.dim():
         # Not x, which its hook would keep.
-        ring, device, context, end = sharded.ring, x.device, sharded.context, sharded.context.state(BackwardEnd)
+        ring, device, end = sharded.ring, x.device, sharded.context.state(BackwardEnd)
 
         def compare(gradient: Tensor | None) -> None:
-            note_reached(context)
             end.expect()
             loss_gradients.compare_whole(gradient, ring, device)
 

@@ -44,6 +44,11 @@ def of_the_model(model: Any, batch: Batch) -> Tensor:
     return total
 
 
+def of_the_model_alone(model: Any, batch: Batch) -> Tensor:
+    total: Tensor = model(**batch).loss
+    return total
+
+
 def of_a_tuple(model: Any, batch: Batch) -> Tensor:
     """Positional inputs, and outputs without names."""
     mask = torch.ones_like(batch["input_ids"])
@@ -245,7 +250,7 @@ def parsed(in_ring: bool = True) -> Answer:
     return Answer(loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
-def steered(in_ring: bool = True) -> Answer:
+def steered(loss_of: Loss, in_ring: bool = True) -> Answer:
     """A vector that a hook adds to a layer's output, clipped right after the backward, beside a frozen model."""
     model: Any = tiny("llama", "ring_fp32" if in_ring else None).double().requires_grad_(False)
     vector = nn.Parameter(torch.zeros(model.config.hidden_size, dtype=torch.float64))
@@ -254,7 +259,7 @@ def steered(in_ring: bool = True) -> Answer:
     for _ in range(3):  # its use is looked for in the first steps, and the third is none of these
         optimizer.zero_grad()
         with hf_ring_attn.whole_rows(model) if in_ring else nullcontext():
-            loss = weighed(model, tokens(23))
+            loss = loss_of(model, tokens(23))
         loss.backward()
         nn.utils.clip_grad_norm_([vector], 0.3)
         optimizer.step()

@@ -263,9 +263,8 @@ TRAININGS = [
         text="ring_fp32 with tensor parallelism (tp_size=2) is refused, because it was never tested: set tp_size=1.",
     ),
     Training(
-        why="predictions without names", run=Run(why="", steps=0), predicts=True, error="UnsupportedOption",
-        change=jobs.that_returns_a_tuple,
-        text="return_dict=False is not possible with ring_fp32: predictions in a ring need a model that returns a",
+        why="predictions without names", run=Run(why="", steps=0, ring=RingConfig(loss="chunked")), predicts=True,
+        error="UnknownOutput", change=jobs.that_returns_a_tuple, text="the model's output 'outputs' (tuple) does not",
     ),
 ]  # fmt: skip
 
