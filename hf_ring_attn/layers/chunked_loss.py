@@ -7,7 +7,7 @@ in their own dtype. Here they are added up in float32, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,14 +122,20 @@ def leaf(x: Tensor, needs_gradient: bool) -> Tensor:
 
 def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
     """Yields once every node of the graph that made ``outputs``."""
+    return nodes_from(one.grad_fn for one in outputs)
+
+
+def nodes_from(starts: Iterable[Any], until: Collection[str] = ()) -> Iterator[Any]:
+    """Yields once every node of a graph from some on; behind those of a name in ``until`` it does not look."""
     seen: set[Any] = {None}
-    todo: list[Any] = [one.grad_fn for one in outputs]
+    todo = list(starts)
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
             yield node
-            todo += [following for following, _ in node.next_functions]
+            if type(node).__name__ not in until:
+                todo += [following for following, _ in node.next_functions]
 
 
 def other_leaf(outputs: Sequence[Tensor], known: Sequence[Tensor]) -> Tensor | None:

@@ -66,6 +66,7 @@ def whole_output(
     is_known = path in LOSSES or (path == "aux_loss" and context.state(AuxiliaryLoss).computed)
     if context.whole_head or path in seen.pooled or (x.dim() == 0 and is_known):
         others.ends.append(x.grad_fn)
+        note_output(x, context)
         return _compared(x, sharded)
     if path.startswith("router_logits") and x.dim() == 2 and len(x) % local == 0:
         return _compared(gathered(x.unflatten(0, (-1, local)), sharded).flatten(0, 1), sharded)
@@ -98,15 +99,14 @@ def _part(x: Any, sharded: Sharded, seen: SeenOutputs, path: str, key: object, o
 
 def gathered(x: Tensor, sharded: Sharded) -> Tensor:
     """Whole rows [B, S, ...] of a rank's tokens [B, T, ...]. Ranks compare their gradients, which are the same."""
-    return gather_sequence(x, sharded.ring, sharded.layout, alike=True)
+    whole = gather_sequence(x, sharded.ring, sharded.layout, alike=True)
+    note_output(whole, sharded.context)
+    return whole
 
 
 def _compared(x: Tensor, sharded: Sharded) -> Tensor:
     """Lets ranks compare the gradient of what each of them has whole."""
-    if not x.requires_grad or sharded.ring.size == 1:
-        return x
-    note_output(x, sharded.context)
-    if x.dim():
+    if x.requires_grad and sharded.ring.size > 1 and x.dim():
         # Not x, which its hook would keep.
         ring, device, end = sharded.ring, x.device, sharded.context.state(BackwardEnd)
 

@@ -22,7 +22,7 @@ from ... import errors
 from ..batch.loss_graph import refuse_past_outputs
 from ..context import batch_context
 from ..patching.modules import Replaced
-from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
+from .rings_as_processes import RingsCounted, processes_counted, rings_as_processes
 from .trainer_overrides import BY_CALLS
 
 OF_RINGS = "_hf_ring_attn_of_rings"
@@ -37,9 +37,9 @@ _steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def as_one_process(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> Iterator[None]:
+def as_one_process(trainer: Any) -> Iterator[None]:
     """Lets a method of a trainer run as in one process for each ring."""
-    with rings_as_processes(trainer, kind), Replaced(trainer, OF_RINGS, True):
+    with rings_as_processes(trainer), Replaced(trainer, OF_RINGS, True):
         yield
 
 
@@ -61,54 +61,12 @@ def count_rings(trainer: Any, group: Any) -> None:
     """
     if group is None:
         return
-    for method in EVALUATIONS:
-        if is_own(trainer, method):
-            _put(trainer, method, as_one_process)
-    kind = type(trainer)
-    is_known = kind.compute_loss.__module__.startswith(("transformers.", "trl."))
-    if is_known or "compute_loss" in vars(trainer):
-        return
-    of: Any = weakref.ref(trainer)  # else each would keep the other alive
-
-    @functools.wraps(kind.compute_loss)
-    def compute_loss(model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        host, context = of(), batch_context.current()
-        by_calls = BY_CALLS in vars(host)
-        is_sharded = context is not None and not context.whole_head and not by_calls
-        is_trial = isinstance(host.accelerator, RingsCounted) and not by_calls
-        if is_sharded or is_trial or OF_RINGS in vars(host):
-            try:
-                return kind.compute_loss(host, model, inputs, *given, **named)
-            except errors.Refused as error:
-                error.in_loss = True
-                raise
-        given, named = _of_ring(host, "compute_loss", kind.compute_loss, (model, inputs, *given), named, group.size())
-        with as_one_process(host):
-            result = kind.compute_loss(host, *given, **named)
-        if by_calls:
-            refuse_past_outputs(result[0] if isinstance(result, tuple) else result)
-        return result
-
-    _ours.add(compute_loss)
-    trainer.compute_loss = compute_loss
-
-
-def _of_ring(
-    trainer: Any, name: str, method: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], size: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a trainer's ``method``, called ``name``, with the ring's count of tokens, not a rank's part."""
-    if trainer.args.average_tokens_across_devices:  # the count is that of all ranks
-        return given, named
-    places = _names(method) if COUNT in _names(method) else _names(getattr(Trainer, name))  # it has *args
-    if named.get(COUNT) is not None:
-        named = {**named, COUNT: named[COUNT] * size}
-    elif COUNT in places[: len(given)] and given[at := places.index(COUNT)] is not None:
-        given = (*given[:at], given[at] * size, *given[at + 1 :])
-    return given, named
-
-
-def _names(method: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(method).parameters if name != "self"]
+    for name in EVALUATIONS:
+        if is_own(trainer, name) and name not in vars(trainer):
+            _stand_in(trainer, name, _evaluate)
+    is_known = type(trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
+    if not is_known and "compute_loss" not in vars(trainer):
+        _stand_in(trainer, "compute_loss", functools.partial(_compute_loss, group.size()))
 
 
 def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]], size: int) -> None:
@@ -117,23 +75,78 @@ def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager
     Args:
         calls: makes the context of a trainer and a model in which its calls are sharded. size: of the ring.
     """
-    own = vars(trainer).get("training_step")
-    if own in _ours or not is_own(trainer, "training_step"):
-        return
-    of: Any = weakref.ref(trainer)
-    kind = type(trainer)
+    if vars(trainer).get("training_step") not in _ours and is_own(trainer, "training_step"):
+        _stand_in(trainer, "training_step", functools.partial(_training_step, size, calls))
 
-    @functools.wraps(kind.training_step if own is None else own)
-    def training_step(model: Any, *given: Any, **named: Any) -> Any:
+
+def _stand_in(trainer: Any, name: str, run: Callable[..., Any]) -> None:
+    """Puts a function in place of a trainer's method.
+
+    Args:
+        run: called with the trainer, its method, and the method's arguments as a tuple and a dict.
+    """
+    own, kind, of = vars(trainer).get(name), type(trainer), weakref.ref(trainer)  # else each would keep the other alive
+
+    @functools.wraps(getattr(kind, name) if own is None else own)
+    def method(*given: Any, **named: Any) -> Any:
         host = of()
-        method = kind.training_step if own is None else own
-        given, named = _of_ring(host, "training_step", method, (model, *given), named, size)
-        _steps_by_itself.add(host)  # until Trainer's own is called
-        with as_one_process(host), calls(host, model):
-            return method(host, *given, **named) if own is None else method(*given, **named)
+        return run(host, functools.partial(getattr(kind, name), host) if own is None else own, given, named)
 
-    _ours.add(training_step)
-    trainer.training_step = training_step
+    _ours.add(method)
+    setattr(trainer, name, method)
+
+
+Given = tuple[Any, ...]
+Named = dict[str, Any]
+
+
+def _evaluate(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+    with as_one_process(trainer):
+        return method(*given, **named)
+
+
+def _compute_loss(size: int, trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+    context, by_calls = batch_context.current(), BY_CALLS in vars(trainer)
+    is_sharded = context is not None and not context.whole_head and not by_calls
+    is_trial = isinstance(trainer.accelerator, RingsCounted) and not by_calls
+    if is_sharded or is_trial or OF_RINGS in vars(trainer):
+        try:
+            return method(*given, **named)
+        except errors.Refused as error:
+            error.in_loss = True
+            raise
+    given, named = _of_ring(trainer, "compute_loss", method, given, named, size)
+    with as_one_process(trainer):
+        result = method(*given, **named)
+    if by_calls:
+        refuse_past_outputs(result[0] if isinstance(result, tuple) else result)
+    return result
+
+
+def _training_step(
+    size: int, calls: Callable[[Any, Any], AbstractContextManager[Any]], trainer: Any, method: Callable[..., Any],
+    given: Given, named: Named,
+) -> Any:  # fmt: skip
+    given, named = _of_ring(trainer, "training_step", method, given, named, size)
+    _steps_by_itself.add(trainer)  # until Trainer's own is called
+    with as_one_process(trainer), calls(trainer, given[0] if given else named["model"]):
+        return method(*given, **named)
+
+
+def _of_ring(
+    trainer: Any, name: str, method: Callable[..., Any], given: Given, named: Named, size: int
+) -> tuple[Given, Named]:
+    """Arguments of a trainer's ``method``, called ``name``, with the ring's count of tokens, not a rank's part."""
+    if trainer.args.average_tokens_across_devices:  # the count is that of all ranks
+        return given, named
+    places = [*inspect.signature(method).parameters]
+    if COUNT not in places:  # it has *args
+        places = [*inspect.signature(getattr(Trainer, name)).parameters][1:]
+    if named.get(COUNT) is not None:
+        named = {**named, COUNT: named[COUNT] * size}
+    elif COUNT in places[: len(given)] and given[at := places.index(COUNT)] is not None:
+        given = (*given[:at], given[at] * size, *given[at + 1 :])
+    return given, named
 
 
 def hosts_step(trainer: Any, call: Callable[[Any], Any], count: Any, size: int) -> Any:
@@ -148,22 +161,6 @@ def hosts_step(trainer: Any, call: Callable[[Any], Any], count: Any, size: int) 
 def steps_by_itself(trainer: Any) -> bool:
     """Returns True if the program's own training_step trains on whole rows, by a compute_loss of its own."""
     return trainer in _steps_by_itself and is_own(trainer, "compute_loss")
-
-
-def _put(trainer: Any, method: str, context: Callable[[Any], AbstractContextManager[Any]]) -> None:
-    """Lets a method of a trainer's class run in a context."""
-    if method in vars(trainer):
-        return
-    of: Any = weakref.ref(trainer)
-    kind = type(trainer)
-
-    @functools.wraps(getattr(kind, method))
-    def own(*given: Any, **named: Any) -> Any:
-        with context(of()):
-            return getattr(kind, method)(of(), *given, **named)
-
-    _ours.add(own)
-    setattr(trainer, method, own)
 
 
 def is_own(one: Any, method: str) -> bool:

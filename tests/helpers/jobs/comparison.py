@@ -65,6 +65,16 @@ def in_rings(ranks: Ranks, run: Run, mesh: Mesh) -> list[Outcome]:
     return outcomes
 
 
+def assert_trains_as_without_ring(ranks: Ranks, run: Run, mesh: Mesh) -> None:
+    """Every rank saw what there is without a ring, predictions too."""
+    want = without_ring(ranks, run, mesh)
+    for got in in_rings(ranks, run, mesh):
+        assert_equal_runs(got, want)
+        if want.predictions is not None:
+            assert got.predictions is not None
+            torch.testing.assert_close(got.predictions, want.predictions, rtol=1e-5, atol=1e-5)
+
+
 def assert_equal_runs(got: Outcome, want: Outcome) -> None:
     assert len(got.log) == len(want.log)
     for at, (one, other) in enumerate(zip(got.log, want.log, strict=True)):

@@ -294,6 +294,32 @@ class OtherAnswers(KTOTrainer):
 OTHER_ROWS = (OtherPairs, OtherAnswers)
 
 
+class Spread:
+    """For a trainer: scales its loss by how far the rows of all processes are apart."""
+
+    accelerator: Any
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
+        parent: Any = super()
+        result: Any = parent.compute_loss(model, inputs, *given, **named)
+        loss = result[0] if isinstance(result, tuple) else result
+        rows = self.accelerator.gather(inputs["input_ids"].to(loss.dtype).mean(1))
+        assert len(rows) == self.accelerator.num_processes * len(inputs["input_ids"])
+        loss = loss * (1 + 0.01 * rows.std())
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+
+
+class SpreadPairs(Spread, DPOTrainer):
+    pass
+
+
+class SpreadAnswers(Spread, KTOTrainer):
+    pass
+
+
+SPREAD = (SpreadPairs, SpreadAnswers)
+
+
 class OwnBatches(DPOTrainer):
     """Hands the batch on as it is."""
 

@@ -23,7 +23,7 @@ from hf_ring_attn.integration.losses import whole_heads
 from hf_ring_attn.integration.model import multimodal
 from hf_ring_attn.layers import collectives
 from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
-from tests.helpers.jobs.preference_jobs import numbers
+from tests.helpers.jobs.preference_jobs import Spread, numbers
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
@@ -72,7 +72,11 @@ def comparisons(case: Case, count: int, start: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def trainer(case: Case, folder: str, attention: str, **more: Any) -> Any:
+class SpreadRewards(Spread, RewardTrainer):
+    pass
+
+
+def trainer(case: Case, folder: str, attention: str, kind: type[RewardTrainer] = RewardTrainer, **more: Any) -> Any:
     args: dict[str, Any] = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "optim": "sgd", "seed": 3,
         "lr_scheduler_type": "constant", "max_grad_norm": 100.0, "learning_rate": 0.01, "logging_steps": 1,
@@ -84,7 +88,7 @@ def trainer(case: Case, folder: str, attention: str, **more: Any) -> Any:
         r=4, target_modules=["q_proj", "down_proj"], task_type=TaskType.SEQ_CLS, modules_to_save=["score"]
     )
     with fsdp2_from_the_start({}) if case.fsdp and attention == "ring_fp32" else nullcontext():
-        made = RewardTrainer(
+        made = kind(
             model=build(case.kind, attention, **sizes), args=RewardConfig(**args), processing_class=tokenizer(),
             train_dataset=comparisons(case, TRAIN_ROWS), eval_dataset=comparisons(case, EVAL_ROWS, start=4000),
             peft_config=lora if case.lora else None, data_collator=PaddedLeft(pad_token_id=0) if case.left else None,
@@ -94,12 +98,12 @@ def trainer(case: Case, folder: str, attention: str, **more: Any) -> Any:
     return made
 
 
-def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
+def trained(case: Case, mesh: Mesh, self_check: bool = True, kind: type[RewardTrainer] = RewardTrainer) -> Outcome:
     """The steps and an evaluation on this rank; without a ring in one process, with ``mesh.dp`` batches at a time."""
     with launched(mesh if mesh.cp > 1 else Mesh(), **OFFLINE), a_folder(None) as folder, quiet():
         rows = {"per_device_train_batch_size": BATCH * (mesh.dp if mesh.cp == 1 else 1)}
         rows["per_device_eval_batch_size"] = BATCH // mesh.dp if mesh.cp > 1 else BATCH
-        reward = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **rows)
+        reward = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind, **rows)
         hf_ring_attn.configure(reward.model, RingConfig(self_check=self_check))
         before = trained_parameters(reward)
         reward.train()

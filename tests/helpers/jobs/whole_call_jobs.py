@@ -250,20 +250,30 @@ def parsed(in_ring: bool = True) -> Answer:
     return Answer(loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
-def steered(loss_of: Loss, in_ring: bool = True) -> Answer:
-    """A vector that a hook adds to a layer's output, clipped right after the backward, beside a frozen model."""
+def steered(loss_of: Loss, in_ring: bool = True, by_grad: bool = False) -> Answer:
+    """Vectors that a hook adds to a layer's output, clipped right after the backward, beside a frozen model.
+
+    The third step has another vector. Each step has two backwards of one call.
+    """
     model: Any = tiny("llama", "ring_fp32" if in_ring else None).double().requires_grad_(False)
-    vector = nn.Parameter(torch.zeros(model.config.hidden_size, dtype=torch.float64))
-    model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output + vector)
-    optimizer = torch.optim.SGD([vector], 0.5)
-    for _ in range(3):  # its use is looked for in the first steps, and the third is none of these
+    vectors = [nn.Parameter(torch.zeros(model.config.hidden_size, dtype=torch.float64)) for _ in range(2)]
+    added = vectors[:1]
+    model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output + added[0])
+    optimizer = torch.optim.SGD(vectors, 0.5)
+    for turn in range(3):
+        added[0] = vectors[turn // 2]
         optimizer.zero_grad()
         with hf_ring_attn.whole_rows(model) if in_ring else nullcontext():
             loss = loss_of(model, tokens(23))
-        loss.backward()
-        nn.utils.clip_grad_norm_([vector], 0.3)
+        if by_grad:
+            (added[0].grad,) = torch.autograd.grad(loss, added)
+        else:
+            loss.backward(retain_graph=True)
+            torch.autograd.backward([torch.autograd.graph.get_gradient_edge(0.1 * loss)])
+        nn.utils.clip_grad_norm_(vectors, 0.3)
         optimizer.step()
-    return Answer(loss.detach(), {"vector": vector.grad})  # type: ignore[dict-item]
+    assert added[0].grad is not None
+    return Answer(loss.detach(), {"vector": added[0].grad})
 
 
 def of_two_ways() -> str:

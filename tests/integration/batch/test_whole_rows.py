@@ -88,11 +88,12 @@ def test_a_model_of_a_programs_own_may_return_and_keep_anything(ranks: Ranks) ->
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("by_grad", [False, True], ids=["backward", "grad"])
 @pytest.mark.parametrize("loss", [jobs.weighed, jobs.of_the_model_alone])
-def test_a_weight_of_a_programs_own_inside_the_model(ranks: Ranks, loss: jobs.Loss) -> None:
+def test_a_weight_of_a_programs_own_inside_the_model(ranks: Ranks, loss: jobs.Loss, by_grad: bool) -> None:
     """Each rank kept the gradient of its tokens, silently: lengths of 0.348 and 0.395 after three steps for 0.303."""
-    want = jobs.steered(loss, in_ring=False)
-    for got in ranks(2).run(jobs.steered, loss):
+    want = jobs.steered(loss, False, by_grad)
+    for got in ranks(2).run(jobs.steered, loss, True, by_grad):
         assert_same(got, want)
 
 

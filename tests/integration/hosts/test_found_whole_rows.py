@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs import whole_row_jobs as jobs
-from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_runs, by_turns, in_rings, without_ring
+from tests.helpers.jobs.comparison import LOSS, Ranks, assert_trains_as_without_ring, by_turns
 from tests.helpers.jobs.kinds_jobs import under_fsdp2
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, refusal_of, trainer_of
@@ -132,9 +132,7 @@ RUNS = [
 @pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
 @pytest.mark.turns
 def test_it_trains_as_in_one_process(ranks: Ranks, run: Run, mesh: Mesh) -> None:
-    want = without_ring(ranks, run, mesh)
-    for got in in_rings(ranks, run, mesh):
-        assert_equal_runs(got, want)
+    assert_trains_as_without_ring(ranks, run, mesh)
 
 
 def under_fsdp2_trained(kind: type[Trainer], mesh: Mesh) -> list[dict[str, float]]:

@@ -13,6 +13,7 @@ from tests.helpers.jobs.in_float64 import preferences_trained
 from tests.helpers.jobs.preference_jobs import (
     DEFECTS,
     OTHER_ROWS,
+    SPREAD,
     STEPS,
     Case,
     OwnBatches,
@@ -157,10 +158,12 @@ def test_what_would_differ_is_refused(ranks: Ranks, why: str, options: dict[str,
         assert said.startswith(text), said
 
 
+@pytest.mark.parametrize("kinds", [OTHER_ROWS, SPREAD], ids=["other rows", "rows gathered"])
 @pytest.mark.parametrize("case", [Case("DPO"), Case("KTO", SEQUENTIAL, kto=True)], ids=lambda case: case.why)
-def test_a_loss_of_other_rows_than_the_batchs(ranks: Ranks, case: Case) -> None:
-    (want,) = ranks(1).run(preferences_trained, case, Mesh(), OTHER_ROWS[case.kto])
-    for got in ranks(2).run(preferences_trained, case, Mesh(cp=2), OTHER_ROWS[case.kto]):
+def test_a_loss_of_a_programs_own(ranks: Ranks, case: Case, kinds: tuple[Any, Any]) -> None:
+    """Of other rows than the batch's; and of numbers that it gathers, of which each ring's came once for each rank."""
+    (want,) = ranks(1).run(preferences_trained, case, Mesh(), kinds[case.kto])
+    for got in ranks(2).run(preferences_trained, case, Mesh(cp=2), kinds[case.kto]):
         assert_equal_in_float64(got, want)
 
 

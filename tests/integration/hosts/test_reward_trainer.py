@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_rings_learn_alike
-from tests.helpers.jobs.reward_jobs import DEFECTS, STEPS, Case, trained, trained_with
+from tests.helpers.jobs.reward_jobs import DEFECTS, STEPS, Case, SpreadRewards, trained, trained_with
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import Outcome
 
@@ -42,6 +42,13 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
 @pytest.mark.turns
 def test_rewards_in_a_ring_are_those_of_one_process(ranks: Ranks, case: Case) -> None:
     compare(ranks, case, Mesh(cp=2))
+
+
+def test_a_loss_of_rows_that_it_gathers(ranks: Ranks) -> None:
+    """Each ring's rows came once for each rank, in the self-check's whole row, too."""
+    (want,) = ranks(1).run(trained, CASES[0], Mesh(), True, SpreadRewards)
+    outcomes = ranks(2).run(trained, CASES[0], Mesh(cp=2), True, SpreadRewards)
+    assert_rings_learn_alike(outcomes, want, Mesh(cp=2), STEPS)
 
 
 @pytest.mark.parametrize("self_check", [True, False], ids=["by the self-check", "by the numbers"])
