@@ -126,7 +126,7 @@ def graph_nodes(outputs: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def nodes_from(starts: Iterable[Any], until: Collection[str] = ()) -> Iterator[Any]:
-    """Yields once every node of a graph from some on; behind those of a name in ``until`` it does not look."""
+    """Yields once every node on which ``starts`` depend, but none beyond nodes of a type whose name is in ``until``."""
     seen: set[Any] = {None}
     todo = list(starts)
     while todo:

@@ -110,7 +110,7 @@ def _average_captured(weights: Iterable[Any], ring: Ring) -> None:
     call_at_end(average_all)
 
 
-SOME = "Ranks use the same weights: a loss may choose weights by whole rows, not by those of a rank's tokens."
+SOME = "A loss must use the same weights on every rank: choose them by whole rows, not by a rank's tokens."
 
 
 def call_at_end(function: Callable[[], None]) -> None:

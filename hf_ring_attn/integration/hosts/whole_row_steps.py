@@ -133,8 +133,8 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
 
 
 TAKES_WHOLE_ROWS = (
-    "{} {} by losses of whole rows from now on, which takes more memory, since one rank's tokens do not give its loss: "
-    '{}. RingConfig(loss="gathered") does so without trying; with another loss it is refused.'
+    "{} {} with losses of whole rows from now on, which take more memory, since one rank's tokens do not give its "
+    'loss: {}. RingConfig(loss="gathered") asks for that from the start; with "chunked" or "sharded" it is refused.'
 )
 
 

@@ -91,6 +91,7 @@ class CountsRight(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        self.state.num_input_tokens_seen += 10_000  # once, though the first step starts again
         loss, out = super().compute_loss(model, inputs, True, num_items_in_batch)
         labelled = inputs["labels"] != -100
         counts = torch.stack([((out.logits.argmax(-1) == inputs["labels"]) & labelled).sum(), labelled.sum()])
