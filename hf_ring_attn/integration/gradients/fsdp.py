@@ -141,6 +141,35 @@ def weights_of(unit: nn.Module) -> Iterator[Tensor]:
             yield weight._unsharded_param
 
 
+def gathered(model: nn.Module, weights: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors that a forward of ``model`` used for its ``weights``: those that FSDP2 gathered, or the weights."""
+    whole: dict[int, Tensor] = {}
+    for group in _all_groups(model):
+        for weight in group.fsdp_params:
+            used = getattr(weight, "_unsharded_param", None)
+            whole |= {} if used is None else {id(weight.sharded_param): used}
+    return [whole.get(id(x), x) for x in weights]
+
+
+@contextmanager
+def unreduced(model: nn.Module) -> Iterator[None]:
+    """A backward inside gathers weights, but sends no gradients, also not those of an accumulation so far."""
+    groups = list(_all_groups(model))
+    reduced = [group.reduce_grads for group in groups]
+    for group in groups:
+        group.reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, before in zip(groups, reduced, strict=True):
+            group.reduce_grads = before
+
+
+def _all_groups(model: nn.Module) -> Iterator[Any]:
+    for module in filter(introspect.is_unit, model.modules()):
+        yield from _groups_of(module)
+
+
 _TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that FSDP2 shards and that trained in a ring."""
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...comm.ring import Ring
+from ..context import introspect
+from ..context.model_record import ModelRecord
 from .compare import spread
 from .tolerance import tolerance
 from .trial import StepResult, distances
 
 
+def sharding_of(record: ModelRecord) -> Ring | None:
+    """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
+    weights: list[Any] = record.weights() if "DTensor" in record.classes else []
+    mesh = next((x.device_mesh for x in weights if introspect.is_dtensor(x)), None)
+    return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
+
+
 class AcrossRanks:
-    """Findings of all ranks, gathered or averaged. Every method sends messages, so all ranks call it.
+    """Findings of all ranks, gathered or averaged. Its methods send messages, so all ranks call them.
 
     Attributes:
         ring: the ring that is checked. sharding: the ranks that shard the weights; None if each holds them all.
@@ -21,6 +32,10 @@ class AcrossRanks:
     ring: Ring
     sharding: Ring | None
     device: torch.device
+
+    def backward_ranks(self, ring: Ring) -> Ring:
+        """The ranks that exchange messages in a backward in ``ring``: all that shard the weights, if they are more."""
+        return ring if self.sharding is None or ring.size > self.sharding.size else self.sharding
 
     def _gathered(self, row: Tensor) -> Tensor:
         """[W, ...] each rank's ``row``, on the CPU in float64."""

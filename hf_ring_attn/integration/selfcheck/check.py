@@ -37,7 +37,7 @@ from ..losses.lazy_logits import ChunkedLoss
 from ..model.ring_calls import in_ring
 from ..patching import changes
 from . import trial
-from .across_ranks import AcrossRanks
+from .across_ranks import AcrossRanks, sharding_of
 from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
 from .restore import preserved
@@ -85,7 +85,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     inner, has_labels, loss = introspect.callable_inside(model), context.facts.has_labels, context.config.loss
     as_one = introspect.compiled_part(model) is not None
     batch = ring.name, has_labels, loss, context.whole_head, context.gathers_logits, as_one
-    sharding = _sharding(record)
+    sharding = sharding_of(record)
     # Other rings, whose batches may be of another kind, take part in each forward if they hold shards of its weights.
     alone = sharding is None or sharding.ranks() <= ring.ranks()
     inputs, padding = (sample.inputs(), sample.masks()) if alone else ((), ())
@@ -119,13 +119,6 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     state.verdict = verdicts[case]
 
 
-def _sharding(record: ModelRecord) -> Ring | None:
-    """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
-    weights: list[Any] = record.weights() if "DTensor" in record.classes else []
-    mesh = next((x.device_mesh for x in weights if introspect.is_dtensor(x)), None)
-    return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
-
-
 @dataclass
 class _Check(AcrossRanks):
     """One self-check on one rank. Its turns depend on numbers that all ranks hold, so all ranks take the same."""
@@ -143,7 +136,7 @@ class _Check(AcrossRanks):
     def __post_init__(self) -> None:
         self.ring = self.context.ring
         self.config = replace(self.context.config, pad=True, mlp_tokens=None, self_check=False)
-        self.sharding = _sharding(latest_record(self.model))
+        self.sharding = sharding_of(latest_record(self.model))
         self.name = introspect.name_of(self.model)
         self.states = States(self.model, self.sharding is not None)
 
@@ -222,14 +215,19 @@ class _Check(AcrossRanks):
 
     def try_step(self, step: TrialStep, trains: bool, modes: Sequence[bool], seed: int, rows: int) -> Attempt | None:
         """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
-        weights = watched_weights(self.model) if trains and self.sharding is None else {}
+        weights = watched_weights(self.model) if trains else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
         labelled = self.context.facts.has_labels or self.context.whole_head
         row = self._row(seed, rows, labelled, repeats=True, of_batch=bool(step.name))
         attempted = partial(run_step, step, self.model, self.given, weights=[*weights.values()], as_one=self.as_one)
+        parts = {True: self._local(row, Ring(LOCAL)), False: self._local(row, self.ring)}
         whole_step, ring_step = (
-            partial(self.states.run, partial(attempted, row, part, partial(self._call, *part)), alone)
-            for alone, part in ((True, self._local(row, Ring(LOCAL))), (False, self._local(row, self.ring)))
+            partial(
+                self.states.run,
+                partial(attempted, row, part, partial(self._call, *part), self.backward_ranks(part.context.ring)),
+                alone,
+            )
+            for alone, part in parts.items()
         )
         with dtypes_seen() as dtypes:
             before = random_state(self.device)

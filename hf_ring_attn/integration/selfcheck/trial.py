@@ -1,14 +1,14 @@
 """The trial step: the loss of the check's row as the program computes it, in the mode it trains in, and gradients.
 
 Dropout and NEFTune stay off, since a token draws other numbers in a ring. A model that draws random numbers by other
-means is tried in evaluation mode, and one that draws them there, too, is not tried. Under FSDP2 no gradient is tried,
-since hooks on its backward exchange weights. Of a program's own step only the model's loss is tried.
+means is tried in evaluation mode, and one that draws them there, too, is not tried. Of a program's own step only the
+model's loss is tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
+from ...comm.ring import Ring
 from ...layers.chunked_loss import graph_nodes, graph_of_its_own
 from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
 from ..context.trial_step import TrialStep
-from ..gradients import loss_gradients
+from ..gradients import fsdp, loss_gradients
 from ..model import neftune
 from ..model.ring_calls import in_ring
 
@@ -65,16 +66,16 @@ class StepResult(NamedTuple):
 
 def run_step(
     step: TrialStep, model: nn.Module, given: nn.Module, row: Mapping[str, Any], local: LocalBatch,
-    call: Callable[[], Any], weights: Iterable[nn.Parameter], as_one: bool,
+    call: Callable[[], Any], ranks: Ring, weights: Sequence[nn.Parameter], as_one: bool,
 ) -> StepResult | None:  # fmt: skip
     """Computes the loss of a row's local batch and its gradients; None if there is no loss.
 
     Args:
         given: the model that the host's loss gets.
         call: calls the model with the local batch, if the host does not compute the loss.
+        ranks: those that exchange messages in a backward.
         as_one: see `in_ring`.
     """
-    weights = list(weights)
     with graph_of_its_own(bool(weights)), _without_reentrant_checkpoints():  # the program may be inside a checkpoint
         # The backward, too: a checkpointed layer that it runs again must see this row's context, not the batch's.
         with batch_context.activate(local.context), in_ring(model, as_one=as_one):
@@ -83,8 +84,8 @@ def run_step(
                 loss = loss_of(call()) if step.loss is None else step.loss(given, row, local)
             if weights and isinstance(loss, Tensor):  # else a rank would wait for one that has no backward
                 facts = {"dependence of the loss on the model": "some" if _reaches_model(loss) else "none"}
-                local.context.ring.agree(facts, local.context.ring.small_device(loss.device), loss_gradients.TODO)
-            gradients = differentiate(loss, weights) if isinstance(loss, Tensor) else []
+                ranks.agree(facts, ranks.small_device(loss.device), loss_gradients.TODO)
+            gradients = differentiate(loss, model, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
             return None
         return StepResult(loss.detach().double(), gradients)
@@ -211,13 +212,16 @@ def _reaches_model(loss: Tensor) -> bool:
     return any(isinstance(node, BackwardCFunction) for node in graph_nodes([loss]))
 
 
-def differentiate(loss: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The first values of the gradients of ``weights``, which are added to no ``grad``."""
-    if not weights or not loss.requires_grad:
+def differentiate(loss: Tensor, model: nn.Module, weights: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The first values of the gradients of ``weights``, which are added to no ``grad``: of this rank, also in FSDP2."""
+    if not (weights and loss.requires_grad) or introspect.is_dtensor(loss):  # the check refuses a DTensor
         return []
-    found: Sequence[Tensor | None] = torch.autograd.grad(loss, list(weights), allow_unused=True)
+    with fsdp.unreduced(model):
+        found: Sequence[Tensor | None] = torch.autograd.grad(loss, fsdp.gathered(model, weights), allow_unused=True)
     return [
-        (torch.zeros_like(x) if gradient is None else gradient).flatten()[:VALUES].float()
+        loss.new_zeros(min(x.numel(), VALUES), dtype=torch.float32)
+        if gradient is None
+        else gradient.flatten()[:VALUES].to(loss.device, torch.float32)
         for x, gradient in zip(weights, found, strict=True)
     ]
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attn
+from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.selfcheck import trial
+from hf_ring_attn.integration.selfcheck.row import SelfCheckState
 from tests.helpers.checks import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens, told
+from tests.helpers.jobs.self_check_jobs import shards
 from tests.helpers.models.tiny_models import tiny
 
 
@@ -74,21 +78,44 @@ class Routed(nn.Module):
         return y
 
 
-def routed_step() -> None:
+def routed_step(under_fsdp2: bool) -> None:
     torch.manual_seed(0)
     model = tiny("llama", "ring_fp32").train()
     layer = model.model.layers[1]
     layer.mlp = Routed(layer.mlp)
+    if under_fsdp2:
+        shards(model)
     with hf_ring_attn.shard(tokens(23)) as sharded:
         model(**sharded.inputs)
 
 
-def test_a_wrong_gradient_of_one_weight_alone_is_seen(ranks: Ranks) -> None:
+@pytest.mark.parametrize("under_fsdp2", [False, True], ids=["bare", "FSDP2"])
+def test_a_wrong_gradient_of_one_weight_alone_is_seen(ranks: Ranks, under_fsdp2: bool) -> None:
     """Three weights were compared: the router trained with a mean over each rank's tokens, silently."""
-    for raised in ranks(2).run(attempt, routed_step):
+    for raised in ranks(2).run(attempt, routed_step, under_fsdp2):
         assert raised is not None, "not refused"
         assert raised[0] == "GradientDiffers"
         assert "the gradients of model.layers.1.mlp.router.weight differ" in raised[1]
+
+
+def accumulated_under_fsdp2(self_check: bool) -> list[Tensor]:
+    """The gradients of two batches, of which FSDP2 reduces none before the second one, whose loss is checked, too."""
+    model: Any = shards(tiny("llama", "ring_fp32").train())
+    kinds: tuple[tuple[Literal["chunked", "sharded"], bool], ...] = ("chunked", False), ("sharded", True)
+    for loss, reduces in kinds:
+        model.set_requires_gradient_sync(reduces)
+        with hf_ring_attn.shard(tokens(23), config=RingConfig(loss=loss, self_check=self_check)) as sharded:
+            model(**sharded.inputs).loss.backward()
+        checked = sharded.context.state(SelfCheckState).verdict
+        assert checked == ("passed" if self_check else "off")
+    return [x.grad.to_local() for x in model.parameters()]
+
+
+def test_gradients_that_fsdp2_has_not_reduced_yet_stay(ranks: Ranks) -> None:
+    for checked, unchecked in zip(
+        ranks(2).run(accumulated_under_fsdp2, True), ranks(2).run(accumulated_under_fsdp2, False), strict=True
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(checked, unchecked, strict=True))
 
 
 def test_the_weights_that_are_compared() -> None:
