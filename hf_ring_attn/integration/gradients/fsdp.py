@@ -148,7 +148,8 @@ def gathered(model: nn.Module, weights: Iterable[Tensor]) -> list[Tensor]:
         for weight in group.fsdp_params:
             used = getattr(weight, "_unsharded_param", None)
             whole |= {} if used is None else {id(weight.sharded_param): used}
-    return [whole.get(id(x), x) for x in weights]
+    # Of an adapter that was off in the latest forward the gathered one needs no gradient until it is gathered again.
+    return [whole.get(id(x), x).requires_grad_(x.requires_grad) for x in weights]
 
 
 @contextmanager

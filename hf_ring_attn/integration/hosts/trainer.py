@@ -176,7 +176,8 @@ def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.
         size = group.size()
         count = original(self, list(batch_samples) * size, device)
-        return count / size if isinstance(count, Tensor) else count
+        is_part = isinstance(count, Tensor) and own_methods.OF_RINGS not in vars(self)
+        return count / size if is_part else count
 
     return _get_num_items_in_batch
 

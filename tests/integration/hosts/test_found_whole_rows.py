@@ -53,6 +53,24 @@ class StepsByTheModel(Trainer):
         return loss.detach()
 
 
+class Counts(Trainer):
+    """Its steps and its predictions count the labelled tokens of their batch by Trainer's own method."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss: torch.Tensor = self._loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        with torch.no_grad():
+            return self._loss(model, self._prepare_inputs(inputs)), None, None
+
+    def _loss(self, model: Any, inputs: Any) -> Any:
+        count = self._get_num_items_in_batch([inputs], self.args.device)
+        return self.compute_loss(model, inputs, num_items_in_batch=count)
+
+
 class StepsByItsLoss(jobs.Weighs):
     """Its training_step calls its own compute_loss. The self-check never saw it before the first evaluation."""
 
@@ -122,6 +140,8 @@ RUNS = [
     replace(RUN, why="weights by places", kind=jobs.Weighs, arguments=ACCUMULATED),
     replace(RUN, why="its own step, by the model's loss", kind=StepsByTheModel, arguments=ACCUMULATED),
     replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),
+    replace(RUN, why="its own counts", kind=Counts),
+    replace(RUN, why="its own counts, not averaged", kind=Counts, arguments=ALONE),
     replace(RUN, why="its own step, by its own loss", kind=StepsByItsLoss),
     replace(RUN, why="by choice, not averaged", kind=Named, arguments=ALONE, ring=RingConfig(loss="gathered")),
     replace(RUN, why="an evaluation loop that gathers", kind=Gathers),
