@@ -128,7 +128,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _groups_of(unit: Any) -> Iterator[Any]:
     """The groups of weights that a call of `fully_shard` shards together."""
-    state = unit._get_fsdp_state()
+    return _groups_in(unit._get_fsdp_state())
+
+
+def _groups_in(state: Any) -> Iterator[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.13
     return (group for group in groups if group is not None)
 
@@ -164,6 +167,30 @@ def unreduced(model: nn.Module) -> Iterator[None]:
     finally:
         for group, before in zip(groups, reduced, strict=True):
             group.reduce_grads = before
+
+
+def end_forward(model: nn.Module) -> bool:
+    """Lets FSDP2 forget a forward of ``model`` that an error ended on every rank, so that another one may follow.
+
+    Returns False if none can: FSDP2 refused the first one, as where a part of the model had run before.
+    """
+    units: Iterator[Any] = filter(introspect.is_unit, model.modules())
+    states = [state for state in dict.fromkeys(unit._get_fsdp_state() for unit in units) if state._is_root is not None]
+    if not all(hasattr(state._comm_ctx, "all_gather_stream") for state in states):
+        return False
+    with unreduced(model):
+        for state in states:
+            idle = type(state._training_state).IDLE
+            state._training_state = idle
+            getattr(state, "_modules_to_run_forward", set()).clear()
+            for group in _groups_in(state):
+                group.post_backward()  # drops what it gathered
+                group._training_state = idle
+                group.finalize_backward()
+            if state._state_ctx.iter_forward_root is state:
+                state._state_ctx.iter_forward_root = None
+                state._comm_ctx.post_forward_order.clear()
+    return True
 
 
 def _all_groups(model: nn.Module) -> Iterator[Any]:

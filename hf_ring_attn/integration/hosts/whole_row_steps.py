@@ -105,11 +105,6 @@ NEEDS_WHOLE_ROWS = (
     errors.UnshardedInput,
 )  # fmt: skip
 """Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
-IN_A_FORWARD = (
-    errors.OtherInputs, errors.RanksDiffer, errors.RefusedElsewhere, errors.SelfCheckNotRun, errors.SelfCheckRaised,
-    errors.UnshardedInput,
-)  # fmt: skip
-"""Those that may come inside a forward: under FSDP2 no other one can follow."""
 
 _OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
 """Trainers whose loss needs whole rows, as a self-check found: what it raised in training (True), in evaluation."""
@@ -124,8 +119,9 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     chosen, is_other = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_batch
     if isinstance(error, errors.RefusedElsewhere):
         is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
-    is_stuck = isinstance(error, IN_A_FORWARD) and fsdp.is_sharded(model)
-    if chosen != "auto" or group_of(trainer) is None or gives_whole_rows(trainer) or is_other or is_stuck:
+    if chosen != "auto" or group_of(trainer) is None or gives_whole_rows(trainer) or is_other:
+        raise error
+    if not fsdp.end_forward(model):
         raise error
     when = "trains" if model.training else "evaluates"
     _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error

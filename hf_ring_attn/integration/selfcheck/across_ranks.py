@@ -33,6 +33,11 @@ class AcrossRanks:
     sharding: Ring | None
     device: torch.device
 
+    @property
+    def alone(self) -> bool:
+        """No rank of another ring takes part in its model's forwards."""
+        return self.sharding is None or self.sharding.ranks() <= self.ring.ranks()
+
     def backward_ranks(self, ring: Ring) -> Ring:
         """The ranks that exchange messages in a backward in ``ring``: all that shard the weights, if they are more."""
         return ring if self.sharding is None or ring.size > self.sharding.size else self.sharding

@@ -31,6 +31,7 @@ from ..context.local_batch import LocalBatch, local_batch
 from ..context.model_record import ModelRecord, SeenOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
+from ..gradients import fsdp
 from ..gradients.replicas import SAME_WEIGHTS
 from ..log import warn
 from ..losses.lazy_logits import ChunkedLoss
@@ -71,8 +72,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         SelfCheckFailed, SelfCheckRaised, PooledOutput: the model's answer in the ring is not that to the whole row.
         LossNotSharded, GradientDiffers: its loss is not, or a gradient.
         RefusedElsewhere: the model failed on some ranks only. RanksDiffer: their weights differ.
-        SelfCheckNotRun: it failed on a whole row, and on as many as the batch has (not tried under FSDP2, which cannot
-            go on after a forward that failed). NothingToCheck: it returned nothing that could be compared.
+        SelfCheckNotRun: it failed on whole rows, as many as a batch has. NothingToCheck: no output can be compared.
         Refused: anything that the ring refuses in a forward.
     """
     state, ring = context.state(SelfCheckState), context.ring
@@ -155,8 +155,9 @@ class _Check(AcrossRanks):
                 self.states.second = False
             return found
         except errors.SelfCheckNotRun as error:
-            again = self.sharding is None and self.sample.leaves_out_unnamed(self.model, error)
-            if not again and (self.sharding is not None or self.sample.rows == rows):
+            others = [self.sample.leaves_out_unnamed(self.model, error), self.sample.rows != rows]
+            again, more = self._everywhere([float(other) for other in others]).any(0).tolist()
+            if not (fsdp.end_forward(self.model) and (again or more)):
                 raise
         # The other: a model of pairs of rows, for example.
         return self.run(attempt, rows) if again else self._run(attempt, self.sample.rows)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ... import errors
+from ..gradients import fsdp
 from ..log import warn
 from .row import Sample, is_feature
 
@@ -47,21 +48,23 @@ def try_placeholders(job: Any) -> None:
     if sample is None:
         return
     names = [name for name, x in sample.others.items() if is_feature(x)]
-    if job.sharding is not None:  # FSDP2 cannot go on after a forward that failed, as with a wrong number of features
+    if not job.alone:  # rings whose batches have no features would not take part
         warn(UNTRIED.format(names, job.name))
         return
     try:
         other = replace(job, sample=sample)
         other.run(other.try_tokens, 1)
     except errors.SelfCheckNotRun:  # it counts its placeholders, and would count those of a rank
+        fsdp.end_forward(job.model)
         return
     except (errors.SelfCheckFailed, errors.SelfCheckRaised) as error:
         raise errors.FeaturesSplit(job.name, names) from error
 
 
 UNTRIED = (
-    "under FSDP2 the self-check cannot try how {1} uses {0}. If it puts them in order into the places of tokens, each "
-    "rank would begin with the first one, and train wrong: then name them pixel_values or input_features."
+    "under FSDP2 over several rings the self-check cannot try how {1} uses {0}. If it puts them in order into the "
+    "places of tokens, each rank would begin with the first one, and train wrong: then name them pixel_values or "
+    "input_features."
 )
 
 

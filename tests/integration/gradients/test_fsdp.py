@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
+from hf_ring_attn.integration.gradients import fsdp
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import fsdp_jobs, plain_jobs
 from tests.helpers.jobs.comparison import Ranks
@@ -163,6 +164,33 @@ def test_a_model_that_is_compiled_before_it_is_sharded_is_checked(ranks: Ranks) 
 
 def test_a_loss_of_sharded_weights_is_refused_by_name(ranks: Ranks) -> None:
     assert [name for _, name in ranks(2).run(checked, False, True)] == ["ShardedLoss"] * 2
+
+
+def after_a_failed_forward() -> tuple[bool, list[Tensor]]:
+    """Whether FSDP2 is as before a step, and the gradients of the next one."""
+    model: Any = tiny("llama").train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**tokens(23))
+    hook.remove()
+    assert fsdp.end_forward(model)
+    states = [part._get_fsdp_state() for part in (model, *model.model.layers)]
+    is_new = states[0]._state_ctx.iter_forward_root is None
+    is_new &= all(state._training_state.name == "IDLE" for state in states)
+    is_new &= all(type(x).__name__ == "DTensor" for x in model.parameters())
+    model(**tokens(23)).loss.backward()
+    return is_new, [x.grad.full_tensor() for x in model.parameters()]
+
+
+def test_another_forward_may_follow_one_that_failed(ranks: Ranks) -> None:
+    model: Any = tiny("llama").train()
+    model(**tokens(23)).loss.backward()
+    for is_new, gradients in ranks(2).run(after_a_failed_forward):
+        assert is_new
+        assert all(torch.equal(x, y.grad) for x, y in zip(gradients, model.parameters(), strict=True))
 
 
 # ---- weights that wrappers leave out ---------------------------------------------------------------------------------

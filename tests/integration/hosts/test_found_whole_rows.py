@@ -165,7 +165,7 @@ def under_fsdp2_trained(kind: type[Trainer], mesh: Mesh) -> list[dict[str, float
         return numbers(trainer.state.log_history)
 
 
-@pytest.mark.parametrize("kind", [jobs.Weighs, losses.ContrastsBeside, losses.Explores])
+@pytest.mark.parametrize("kind", [jobs.Weighs, losses.ContrastsBeside, losses.Explores, own.TrimsALoss])
 def test_it_trains_under_fsdp2(ranks: Ranks, kind: type[Trainer]) -> None:
     want = ranks(1).run(under_fsdp2_trained, kind, Mesh())[0]
     for got in ranks(2).run(under_fsdp2_trained, kind, Mesh(cp=2)):

@@ -226,21 +226,21 @@ def test_one_rank_that_fails_stops_all(ranks: Ranks) -> None:
     assert text.endswith(f"  rank 1: SelfCheckRowFailed: {cause}")
 
 
-@pytest.mark.parametrize(("wrap", "rows"), [("", "2 rows"), ("DDP", "2 rows"), ("FSDP2", "a row")])
-def test_a_model_that_takes_no_such_row_is_refused(ranks: Ranks, wrap: str, rows: str) -> None:
-    """Under FSDP2 its state is not that of a new step after a forward that failed half way, so there is one try."""
+@pytest.mark.parametrize("wrap", ["", "DDP", "FSDP2"])
+def test_a_model_that_takes_no_such_row_is_refused(ranks: Ranks, wrap: str) -> None:
     for error, text, steps in ranks(2).run(jobs.refused, "wants 30", batch=tokens(70), wrap=wrap):
         assert (error, steps) == ("SelfCheckNotRun", 0)
         assert text == (
-            f"the self-check could not run RemoteModel on {rows} of 26 random tokens: IndexError: wants 30. So its "
+            "the self-check could not run RemoteModel on 2 rows of 26 random tokens: IndexError: wants 30. So its "
             "exactness in a ring is unknown. hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it "
             "unchecked, at your own risk."
         )
 
 
-def test_a_model_of_pairs_of_rows_is_given_as_many_as_the_batch_has(ranks: Ranks) -> None:
-    assert ranks(2).run(jobs.refused, "pairs") == [("", "", 2)] * 2
-    for error, _, steps in ranks(2).run(jobs.refused, "pairs, shifted"):
+@pytest.mark.parametrize("wrap", ["", "FSDP2"])
+def test_a_model_of_pairs_of_rows_is_given_as_many_as_the_batch_has(ranks: Ranks, wrap: str) -> None:
+    assert ranks(2).run(jobs.refused, "pairs", wrap=wrap) == [("", "", 2)] * 2
+    for error, _, steps in ranks(2).run(jobs.refused, "pairs, shifted", wrap=wrap):
         assert (error, steps) == ("SelfCheckFailed", 0)
 
 

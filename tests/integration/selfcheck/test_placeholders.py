@@ -45,14 +45,16 @@ class Filled(nn.Module):
         elif self.how == "counted":
             if int(places.sum()) != features.shape[0] * features.shape[1]:
                 raise ValueError("as many placeholders as features")
-        elif self.how == "their mean":
+        elif self.how == "not in fours" and int(places.sum()) in (4, 8):  # as in planted rows
+            raise ValueError("placeholders in fours")
+        elif self.how in ("their mean", "not in fours"):
             words = torch.where(places[..., None], seen.mean(1, keepdim=True), words)
         elif self.how == "one for each row":
             words = words + seen[:, None]
         return self.inner(inputs_embeds=words, **rest)
 
 
-def refusal(how: str, under_fsdp2: bool = False) -> str:
+def refusal(how: str, under_fsdp2: bool = False, group: dist.ProcessGroup | None = None) -> str:
     """What a step raises."""
     model = Filled(how)
     if under_fsdp2:
@@ -61,7 +63,7 @@ def refusal(how: str, under_fsdp2: bool = False) -> str:
     ids[:, 5:9] = ids[:, 30:34] = PLACEHOLDER
     size = (2, 6) if how == "one for each row" else (2, 8, 6)
     features = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids, "features": features})
+    sharded = hf_ring_attn.shard({"input_ids": ids, "labels": ids, "features": features}, group)
     try:
         with sharded:
             model(**sharded.inputs)
@@ -70,22 +72,25 @@ def refusal(how: str, under_fsdp2: bool = False) -> str:
     return ""
 
 
+@pytest.mark.parametrize("under_fsdp2", [False, True], ids=["whole", "FSDP2"])
 @pytest.mark.parametrize("how", ["scattered", "by count"])
-def test_features_in_the_order_of_placeholders_are_refused(ranks: Ranks, how: str) -> None:
+def test_features_in_the_order_of_placeholders_are_refused(ranks: Ranks, how: str, under_fsdp2: bool) -> None:
     """A rank's first placeholder got the first feature, silently: random words are no placeholders."""
-    for error in ranks(2).run(refusal, how):
+    for error in ranks(2).run(refusal, how, under_fsdp2):
         assert error.startswith("FeaturesSplit: self-check: LlamaForCausalLM differs in a ring once its row has ")
         assert "it fills them from ['features'] in order" in error
 
 
-@pytest.mark.parametrize("how", ["their mean", "one for each row"])
-def test_features_that_do_not_depend_on_an_order_train(ranks: Ranks, how: str) -> None:
-    """One for each row ([B, width]: a speaker, a task) ended in an IndexError."""
-    assert ranks(2).run(refusal, how) == ["", ""]
+@pytest.mark.parametrize("under_fsdp2", [False, True], ids=["whole", "FSDP2"])
+@pytest.mark.parametrize("how", ["their mean", "one for each row", "not in fours"])
+def test_features_that_do_not_depend_on_an_order_train(ranks: Ranks, how: str, under_fsdp2: bool) -> None:
+    """One for each row ([B, width]: a speaker, a task) ended in an IndexError. The last one takes no planted rows."""
+    assert ranks(2).run(refusal, how, under_fsdp2) == ["", ""]
 
 
-def test_a_model_that_counts_its_placeholders_raises_by_itself(ranks: Ranks) -> None:
-    for error in ranks(2).run(refusal, "counted"):
+@pytest.mark.parametrize("under_fsdp2", [False, True], ids=["whole", "FSDP2"])
+def test_a_model_that_counts_its_placeholders_raises_by_itself(ranks: Ranks, under_fsdp2: bool) -> None:
+    for error in ranks(2).run(refusal, "counted", under_fsdp2):
         assert error.startswith(("SelfCheckNotRun: ", "ValueError: as many placeholders as features"))
 
 
@@ -101,13 +106,14 @@ def test_ids_of_long_runs_and_the_largest_are_planted() -> None:
     assert planted(Sample(2, 8, {"input_ids": ids[:1]}, {}, None, False, (False, False))) is None
 
 
-def warnings_under_fsdp2(how: str) -> list[str]:
+def warnings_of_two_rings() -> list[str]:
+    """FSDP2 over four ranks, in rings of two."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with mock.patch.object(placeholders, "warn") as said:
-        assert refusal(how, under_fsdp2=True) == ""
+        assert refusal("their mean", under_fsdp2=True, group=groups[dist.get_rank() // 2]) == ""
     return [call.args[0] for call in said.call_args_list]
 
 
-def test_under_fsdp2_a_warning_says_that_it_was_not_tried(ranks: Ranks) -> None:
-    """FSDP2 cannot go on after a row that the model does not take."""
-    for (text,) in ranks(2).run(warnings_under_fsdp2, "their mean"):
-        assert text.startswith("under FSDP2 the self-check cannot try how LlamaForCausalLM uses ['features']. If")
+def test_under_fsdp2_over_several_rings_a_warning_says_that_it_was_not_tried(ranks: Ranks) -> None:
+    for (text,) in ranks(4).run(warnings_of_two_rings):
+        assert text.startswith("under FSDP2 over several rings the self-check cannot try how LlamaForCausalLM uses [")
