@@ -27,7 +27,7 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import sft_pictures
-from tests.helpers.jobs.kinds_jobs import under_fsdp2, weights_of
+from tests.helpers.jobs.fsdp2_trainers import under_fsdp2, weights_of
 from tests.helpers.jobs.preference_jobs import gradients_of_one_rank, numbers, policy, rows_times_ranks, teacher
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, quiet, texts, tokenizer

@@ -14,19 +14,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import hf_ring_attn
 from hf_ring_attn.integration.gradients import fsdp
+from tests.helpers.jobs.fsdp2_trainers import under_fsdp2, weights_of
 from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
@@ -161,41 +160,11 @@ def in_8_bits(state: Tensor) -> bool:
     return getattr(local, "codes", local).dtype is torch.uint8
 
 
-def under_fsdp2(trainer: Any, options: dict[str, Any]) -> None:
-    """accelerate keeps FSDP2 for GPUs; its code runs on a CPU as well."""
-    _give_fsdp2(trainer.accelerator, options)
-    trainer.is_fsdp_enabled = True
-
-
 def scale_losses(accelerator: Any) -> None:
     """accelerate leaves fp16 out on a CPU, without a word; its code for it runs there as well."""
     assert accelerator.mixed_precision == "fp16" and accelerator.scaler is None
     accelerator.native_amp = True
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20, growth_interval=2)
-
-
-@contextmanager
-def fsdp2_from_the_start(options: dict[str, Any]) -> Iterator[None]:
-    """Trainers made meanwhile have FSDP2: some shard their reference when they are made."""
-
-    def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _give_fsdp2(self, options)
-
-    original = Accelerator.__init__
-    with mock.patch.object(Accelerator, "__init__", init):
-        yield
-
-
-def _give_fsdp2(accelerator: Accelerator, options: dict[str, Any]) -> None:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options)
-    if options.get("cpu_offload"):
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
-    state = accelerator.state
-    state.fsdp_plugin, state.distributed_type = plugin, DistributedType.FSDP
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # which every AcceleratorState() copies
 
 
 def trained(
@@ -331,9 +300,3 @@ def with_scaled_loss(in_ring: bool, wrap: str, overflow: int) -> Scaled:
 
 def _overflow(_module: Any, _args: Any, hidden: Tensor) -> None:
     hidden.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([0]), float("inf")))
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    trained = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
-    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in trained.items()}
-    return {name: x.cpu() for name, x in whole.items()}

@@ -26,7 +26,7 @@ from hf_ring_attn.integration.batch.shard import Sharded
 from hf_ring_attn.integration.context import whole_batch
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import sft_pictures
-from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
+from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics

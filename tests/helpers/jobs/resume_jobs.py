@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs
-from tests.helpers.jobs.kinds_jobs import weights_of
+from tests.helpers.jobs.fsdp2_trainers import weights_of
 from tests.helpers.jobs.preference_jobs import numbers
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet

@@ -22,7 +22,7 @@ from hf_ring_attn.integration.context.mesh import ring_group
 from hf_ring_attn.integration.losses import whole_heads
 from hf_ring_attn.integration.model import multimodal
 from hf_ring_attn.layers import collectives
-from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
+from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.preference_jobs import Spread, numbers
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet, texts, tokenizer

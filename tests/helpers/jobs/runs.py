@@ -236,6 +236,7 @@ class Run:
         metrics: compute_metrics is `ordered_metrics`, given all of the logits, their argmax, or batch by batch:
             "logits", "argmax", "batches"; "" for none.
         predicts: Trainer.predict is called at the end, with labels or without: "labelled", "unlabelled", "".
+        fsdp2: in a ring FSDP2 shards the model.
         kind: the class of the trainer. change: makes the model to train of the one that ``model`` names.
     """
 
@@ -252,5 +253,6 @@ class Run:
     steps: int = 4
     metrics: str = ""
     predicts: str = ""
+    fsdp2: bool = False
     kind: type[Trainer] = Trainer
     change: Callable[[Any], Any] | None = None

@@ -28,6 +28,7 @@ from transformers import (
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError
 from hf_ring_attn.integration.context.mesh import ring_group
+from tests.helpers.jobs.fsdp2_trainers import under_fsdp2, weights_of
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
 from tests.helpers.models.tiny_models import tiny
 
@@ -235,18 +236,20 @@ def train(
         watcher = Watcher(run.generates)
         trainer = trainer_of(run, mesh, output, callbacks=[watcher])
         assert trainer.model is not None
-        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-        before = {name: p.detach().clone() for name, p in trained.items()}
+        if run.fsdp2 and mesh.cp > 1:
+            under_fsdp2(trainer, {})
+        before = weights_of(trainer.model)
         training_loss = None
         if run.steps:
             training_loss = trainer.train(resume_from_checkpoint=resume_from).training_loss
         else:
             trainer.evaluate()
+        after = weights_of(trainer.model)
         outcome = Outcome(
             ring_size=1 if (group := ring_group(trainer.accelerator)) is None else group.size(),
             log=numbers(trainer.state.log_history),
-            parameters={name: p.detach() for name, p in trained.items()},
-            updates={name: p.detach() - before[name] for name, p in trained.items()},
+            parameters=after,
+            updates={name: x - before[name] for name, x in after.items()},
             steps=watcher.steps,
             generated=watcher.texts,
             training_loss=training_loss,

@@ -21,7 +21,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.batch import whole_outputs
 from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import preference_jobs, sft_jobs
-from tests.helpers.jobs.kinds_jobs import fsdp2_from_the_start, weights_of
+from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start, weights_of
 from tests.helpers.jobs.preference_jobs import BATCH, EVAL_ROWS, STEPS, TRAIN_ROWS, numbers, preferences
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, lora, model, quiet, texts, tokenizer

@@ -14,10 +14,9 @@ from transformers import Trainer
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs import whole_row_jobs as jobs
-from tests.helpers.jobs.comparison import LOSS, Ranks, assert_trains_as_without_ring, by_turns
-from tests.helpers.jobs.kinds_jobs import under_fsdp2
+from tests.helpers.jobs.comparison import Ranks, assert_trains_as_without_ring, by_turns
 from tests.helpers.jobs.runs import Mesh, Rows, Run
-from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, refusal_of, trainer_of
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trainer_of
 from tests.integration.hosts import test_own_compute_loss as own
 from tests.integration.hosts import test_own_tokens as tokens
 from tests.integration.hosts import test_skipped_model as skipped
@@ -147,6 +146,13 @@ RUNS = [
     replace(RUN, why="an evaluation loop that gathers", kind=Gathers),
     replace(RUN, why="counts of tokens, for a log", kind=CountsRight, arguments={"eval_strategy": "no"}),
     replace(RUN, why="predictions of rows", kind=ReturnsAScore, metrics="logits"),
+    replace(RUN, why="under FSDP2, weights by places", kind=jobs.Weighs, fsdp2=True),
+    replace(
+        RUN, why="under FSDP2, rows compared", kind=losses.ContrastsBeside, fsdp2=True, rows=Rows(),
+        evaluated=Rows(count=6, seed=2),
+    ),
+    replace(RUN, why="under FSDP2, a small mean of tokens", kind=losses.Explores, fsdp2=True),
+    replace(RUN, why="under FSDP2, padding trimmed", kind=own.TrimsALoss, fsdp2=True),
 ]  # fmt: skip
 
 
@@ -154,22 +160,6 @@ RUNS = [
 @pytest.mark.turns
 def test_it_trains_as_in_one_process(ranks: Ranks, run: Run, mesh: Mesh) -> None:
     assert_trains_as_without_ring(ranks, run, mesh)
-
-
-def under_fsdp2_trained(kind: type[Trainer], mesh: Mesh) -> list[dict[str, float]]:
-    with launched(mesh), a_folder(None) as folder:
-        trainer = trainer_of(replace(RUN, kind=kind), mesh, folder)
-        if mesh.cp > 1:
-            under_fsdp2(trainer, {})
-        trainer.train()
-        return numbers(trainer.state.log_history)
-
-
-@pytest.mark.parametrize("kind", [jobs.Weighs, losses.ContrastsBeside, losses.Explores, own.TrimsALoss])
-def test_it_trains_under_fsdp2(ranks: Ranks, kind: type[Trainer]) -> None:
-    want = ranks(1).run(under_fsdp2_trained, kind, Mesh())[0]
-    for got in ranks(2).run(under_fsdp2_trained, kind, Mesh(cp=2)):
-        assert [pytest.approx(entry, rel=LOSS) for entry in want] == got
 
 
 def refusal_of_a_loss_for_rings() -> tuple[str, int]:

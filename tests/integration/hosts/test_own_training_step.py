@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 import hf_ring_attn
 from tests.helpers.jobs.comparison import LOSS, Ranks
-from tests.helpers.jobs.kinds_jobs import under_fsdp2
+from tests.helpers.jobs.fsdp2_trainers import under_fsdp2
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
 
