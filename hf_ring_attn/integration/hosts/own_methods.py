@@ -29,6 +29,7 @@ OF_RINGS = "_hf_ring_attn_of_rings"
 """The attribute of a trainer in a method whose counts of tokens are those of its ring."""
 COUNT = "num_items_in_batch"
 EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_step")
+SAMPLER = "_get_train_sampler"
 
 _ours: weakref.WeakSet[Any] = weakref.WeakSet()
 """The functions made here. Not an attribute of them: a program's own wrapper would copy it."""
@@ -54,16 +55,16 @@ def as_ranks(trainer: Any) -> Iterator[None]:
 
 
 def count_rings(trainer: Any, group: Any) -> None:
-    """Lets a compute_loss of the program's own, and evaluations, count rings where no batch is sharded.
+    """Lets a sampler of the program's own, its compute_loss and evaluations count rings where no batch is sharded.
 
     Args:
         group: of the ring.
     """
     if group is None:
         return
-    for name in EVALUATIONS:
+    for name in (*EVALUATIONS, SAMPLER):
         if is_own(trainer, name) and name not in vars(trainer):
-            _stand_in(trainer, name, _evaluate)
+            _stand_in(trainer, name, _sample if name == SAMPLER else _evaluate)
     is_known = type(trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
     if not is_known and "compute_loss" not in vars(trainer):
         _stand_in(trainer, "compute_loss", functools.partial(_compute_loss, group.size()))
@@ -102,6 +103,11 @@ Named = dict[str, Any]
 
 def _evaluate(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
     with as_one_process(trainer):
+        return method(*given, **named)
+
+
+def _sample(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+    with rings_as_processes(trainer, RingsCounted):
         return method(*given, **named)
 
 

@@ -5,8 +5,8 @@ Ranks of a ring hold the same rows. A host that numbers processes, or gathers a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from accelerate.utils.operations import recursively_apply
@@ -26,11 +26,11 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class RingsCounted:
-    """An `Accelerator` whose number of processes is that of rings; the rest is as before."""
+    """An `Accelerator`, or its state, whose number of processes is that of rings; the rest is as before."""
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, ring_size: int | None = None) -> None:
         self._accelerator = accelerator
-        self._ring_size = int(accelerator.parallelism_config.cp_size)
+        self._ring_size = int(accelerator.parallelism_config.cp_size) if ring_size is None else ring_size
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accelerator, name)
@@ -39,6 +39,10 @@ class RingsCounted:
     def of_processes(self) -> Any:
         """The accelerator itself."""
         return self._accelerator
+
+    @property
+    def ring_size(self) -> int:
+        return self._ring_size
 
     @property
     def num_processes(self) -> int:
@@ -73,18 +77,37 @@ class RingsAsProcesses(RingsCounted):
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
 
-def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> AbstractContextManager[object]:
-    """Lets a trainer count rings in place of processes, or, with `RingsCounted`, know their number alone."""
-    accelerator = trainer.accelerator
-    is_counted = isinstance(accelerator, RingsCounted)
-    return nullcontext() if is_counted else Replaced(trainer, "accelerator", kind(accelerator))
+@contextmanager
+def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> Iterator[None]:
+    """Lets a trainer count rings in place of processes, or, with `RingsCounted`, know their number alone.
+
+    Its arguments' ``world_size`` is their number, too. Their ``process_index`` stays: it decides who writes files.
+    """
+    accelerator, state = trainer.accelerator, getattr(trainer.args, STATE, None)
+    if isinstance(accelerator, RingsCounted):
+        yield
+        return
+    with ExitStack() as stack:
+        counted = kind(accelerator)
+        stack.enter_context(Replaced(trainer, "accelerator", counted))
+        if state is not None:
+            stack.enter_context(Replaced(trainer.args, STATE, RingsCounted(state, counted.ring_size)))
+        yield
 
 
-def processes_counted(trainer: Any) -> AbstractContextManager[object]:
+@contextmanager
+def processes_counted(trainer: Any) -> Iterator[None]:
     """Lets a trainer count processes again."""
-    accelerator = trainer.accelerator
-    is_counted = isinstance(accelerator, RingsCounted)
-    return Replaced(trainer, "accelerator", accelerator.of_processes) if is_counted else nullcontext()
+    with ExitStack() as stack:
+        for owner, name in ((trainer, "accelerator"), (trainer.args, STATE)):
+            one = getattr(owner, name, None)
+            if isinstance(one, RingsCounted):
+                stack.enter_context(Replaced(owner, name, one.of_processes))
+        yield
+
+
+STATE = "distributed_state"
+"""The attribute of TrainingArguments with the number of processes."""
 
 
 def once_per_ring(everyone: Any, ring_size: int) -> Any:

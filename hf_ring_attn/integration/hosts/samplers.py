@@ -8,6 +8,7 @@ from typing import Any
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from ..context.mesh import ring_of_process
+from .rings_as_processes import processes_counted
 
 
 def rings_balanced(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,7 +18,9 @@ def rings_balanced(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
-        sampler, size = original(self, train_dataset), ring_of_process().size
+        with processes_counted(self):  # a program's own sampler, which counts rings, may call it
+            sampler = original(self, train_dataset)
+        size = ring_of_process().size
         if size == 1 or not isinstance(sampler, BatchRebalanceSampler):
             return sampler
         return type(sampler)(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import Trainer
 
 from hf_ring_attn import RingConfig
@@ -68,6 +69,33 @@ class Counts(Trainer):
     def _loss(self, model: Any, inputs: Any) -> Any:
         count = self._get_num_items_in_batch([inputs], self.args.device)
         return self.compute_loss(model, inputs, num_items_in_batch=count)
+
+
+class TimesProcesses(Trainer):
+    """Its loss of logits times the number of processes, by the arguments, since gradients are averaged."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"]
+        out = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        total = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        if num_items_in_batch is None:
+            loss = total / (labels[:, 1:] != -100).sum()
+        else:
+            loss = total / num_items_in_batch * self.args.world_size
+        return (loss, out) if return_outputs else loss
+
+
+class GroupsByLength(Trainer):
+    """LLaVA's sampler: the rows of a step of all processes are of about one length."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        lengths = [int((torch.tensor(row["labels"]) != -100).sum()) for row in rows]
+        groups = [range(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
+        return [index for group in groups for index in sorted(group, key=lambda index: -lengths[index])]
 
 
 class StepsByItsLoss(jobs.Weighs):
@@ -141,6 +169,8 @@ RUNS = [
     replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),
     replace(RUN, why="its own counts", kind=Counts),
     replace(RUN, why="its own counts, not averaged", kind=Counts, arguments=ALONE),
+    replace(RUN, why="times the processes of its arguments", kind=TimesProcesses, arguments=ACCUMULATED),
+    replace(RUN, why="a sampler that counts processes", kind=GroupsByLength, rows=replace(PADDED, count=12)),
     replace(RUN, why="its own step, by its own loss", kind=StepsByItsLoss),
     replace(RUN, why="by choice, not averaged", kind=Named, arguments=ALONE, ring=RingConfig(loss="gathered")),
     replace(RUN, why="an evaluation loop that gathers", kind=Gathers),
