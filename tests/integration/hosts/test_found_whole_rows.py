@@ -16,6 +16,7 @@ from transformers import Trainer
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs import whole_row_jobs as jobs
 from tests.helpers.jobs.comparison import Ranks, assert_trains_as_without_ring, by_turns
+from tests.helpers.jobs.refusal_jobs import without_keywords
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trainer_of
 from tests.integration.hosts import test_own_compute_loss as own
@@ -152,6 +153,8 @@ class HidesLabels(Trainer):
 
 RUNS = [
     replace(RUN, why="arguments by name", kind=Named),
+    replace(RUN, why="a model that takes no count", change=without_keywords),
+    replace(RUN, why="a model that takes no count, accumulated", change=without_keywords, arguments=ACCUMULATED),
     replace(RUN, why="twice if a token is special", kind=tokens.Special, arguments=ACCUMULATED),
     replace(RUN, why="no call without labels", kind=skipped.OnlyWithLabels, rows=skipped.RUN.rows),
     replace(

@@ -58,14 +58,14 @@ def trained_and_offloaded(kind: Kind) -> tuple[Trained, int]:
     return kinds_jobs.trained(kind, Mesh(cp=2)), memory.stored - before
 
 
-STEPS, LAYERS = 3, 2
+STEPS, OF_THE_CHECK, LAYERS = 3, 2, 2
 WRAPPER = "_checkpoint_wrapped_module."
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": True}
 OFFLOADED = {**CHECKPOINTED, "activation_checkpointing_offload": True}
 PLUGINS = [
     (Kind(why="checkpointing", fsdp=CHECKPOINTED, arguments=ADAM), 0),
     (Kind(why="checkpointing, LoRA", fsdp=CHECKPOINTED, arguments=ADAM, lora=LORA), 0),
-    (Kind(why="offload, LoRA", fsdp=OFFLOADED, arguments=ADAM, lora=LORA), STEPS * LAYERS),
+    (Kind(why="offload, LoRA", fsdp=OFFLOADED, arguments=ADAM, lora=LORA), (STEPS + OF_THE_CHECK) * LAYERS),
 ]
 
 

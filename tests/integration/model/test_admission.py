@@ -234,6 +234,7 @@ TRAININGS = [
     ),
     Training(
         why="a forward that takes no count", change=jobs.without_keywords, error="LossNotSharded",
+        run=Run(why="", steps=2, ring=RingConfig(loss="chunked")),
         text="the loss of WithoutKeywords, which takes no num_items_in_batch,",
     ),
     Training(
