@@ -157,7 +157,26 @@ def gathered(model: nn.Module, weights: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """A backward inside gathers weights, but sends no gradients, also not those of an accumulation so far."""
+    """A backward inside gathers weights, but sends no gradients, also not those of an accumulation so far.
+
+    A forward around it, of a larger model that FSDP2 shards with ``model``, goes on as before.
+    """
+    around = [(state, state._training_state, set(_modules_to_run(state))) for state in _running(model)]
+    with _without_messages(model):
+        yield
+    for state, forward, modules in around:  # the end of the backward dropped its weights
+        state._training_state = forward
+        _modules_to_run(state).update(modules)
+        for group in _groups_in(state):
+            group._training_state = forward
+            group.unshard()
+            group.wait_for_unshard()
+        if state._is_root:
+            state._state_ctx.iter_forward_root = state
+
+
+@contextmanager
+def _without_messages(model: nn.Module) -> Iterator[None]:
     groups = list(_all_groups(model))
     reduced = [group.reduce_grads for group in groups]
     for group in groups:
@@ -169,6 +188,19 @@ def unreduced(model: nn.Module) -> Iterator[None]:
             group.reduce_grads = before
 
 
+def _running(model: nn.Module) -> list[Any]:
+    """The states of FSDP2 whose forward runs, of ``model`` and of a larger one around it."""
+    unit: Any = next(filter(introspect.is_unit, model.modules()), None)
+    states = [] if unit is None else unit._get_fsdp_state()._state_ctx.all_states
+    return [state for state in states if state._training_state.name == "FORWARD"]
+
+
+def _modules_to_run(state: Any) -> set[Any]:
+    """The modules of a call of `fully_shard` with several that a forward has not called yet."""
+    found: set[Any] = getattr(state, "_modules_to_run_forward", set())
+    return found
+
+
 def end_forward(model: nn.Module) -> bool:
     """Lets FSDP2 forget a forward of ``model`` that an error ended on every rank, so that another one may follow.
 
@@ -178,11 +210,11 @@ def end_forward(model: nn.Module) -> bool:
     states = [state for state in dict.fromkeys(unit._get_fsdp_state() for unit in units) if state._is_root is not None]
     if not all(hasattr(state._comm_ctx, "all_gather_stream") for state in states):
         return False
-    with unreduced(model):
+    with _without_messages(model):
         for state in states:
             idle = type(state._training_state).IDLE
             state._training_state = idle
-            getattr(state, "_modules_to_run_forward", set()).clear()
+            _modules_to_run(state).clear()
             for group in _groups_in(state):
                 group.post_backward()  # drops what it gathered
                 group._training_state = idle

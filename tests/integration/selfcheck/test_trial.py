@@ -8,12 +8,14 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.selfcheck import trial
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
+from hf_ring_attn.testing import relative_error
 from tests.helpers.checks import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens, told
 from tests.helpers.jobs.self_check_jobs import shards
@@ -116,6 +118,40 @@ def test_gradients_that_fsdp2_has_not_reduced_yet_stay(ranks: Ranks) -> None:
         ranks(2).run(accumulated_under_fsdp2, True), ranks(2).run(accumulated_under_fsdp2, False), strict=True
     ):
         assert all(torch.equal(x, y) for x, y in zip(checked, unchecked, strict=True))
+
+
+class Around(nn.Module):
+    """A model with a head beside it, under FSDP2 as one: the self-check of the model runs inside of its forward."""
+
+    def __init__(self, attention: str | None) -> None:
+        super().__init__()
+        self.model, self.head = tiny("llama", attention), nn.Linear(97, 1)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.model(input_ids).logits).square().mean()
+        return loss
+
+
+def gradients_of_a_model_around(in_ring: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = Around("ring_fp32" if in_ring else None).train()
+    if not in_ring:
+        model(tokens(23)["input_ids"]).backward()
+        return [x.grad for x in model.parameters()]
+    for layer in model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    with hf_ring_attn.whole_rows(model):
+        loss = model(tokens(23)["input_ids"])
+    loss.backward()
+    return [x.grad.full_tensor() for x in model.parameters()]
+
+
+def test_a_forward_of_a_larger_model_goes_on_under_fsdp2(ranks: Ranks) -> None:
+    """Its embeddings, which FSDP2 had gathered for the larger model, were shards again."""
+    want = gradients_of_a_model_around(False)
+    for got in ranks(2).run(gradients_of_a_model_around, True):
+        assert all(relative_error(x, y) < 1e-4 for x, y in zip(got, want, strict=True))
 
 
 def test_the_weights_that_are_compared() -> None:
