@@ -28,6 +28,8 @@ class Refused(RingAttentionError, ValueError):
 
     Attributes:
         in_loss: a trainer's compute_loss raised it, before any backward.
+        everywhere: every rank raised it, as they have compared.
     """
 
     in_loss = False
+    everywhere = False

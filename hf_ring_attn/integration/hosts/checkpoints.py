@@ -20,6 +20,7 @@ from ...comm.ring import Ring
 from ..log import warn
 from ..patching.changes import Patch
 from . import trainer, trainer_facts
+from .rings_as_processes import processes_counted
 
 STATE = "trainer_state.json"
 """The file that Trainer writes last, when every rank has saved its part of weights and optimizer."""
@@ -138,7 +139,8 @@ def _save_rng_state(original: Callable[..., None]) -> Callable[..., None]:
             return
         failure: Exception | None = None
         try:
-            original(self, output_dir)
+            with processes_counted(self):  # each rank has a file of its own
+                original(self, output_dir)
         except Exception as error:  # noqa: BLE001  raised below, on every rank
             failure = error
         _agree(Path(output_dir), failure)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import nested_detach
 
 from ... import errors
+from ...comm.ring import world_size
 from ..batch.shard import Sharded
 from ..batch.whole_outputs import NOTHING_SEEN, whole_output
 from ..context.introspect import CACHES
@@ -81,7 +82,7 @@ def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
             output = original(self, *args, **kwargs)
         _latest.clear()
         if (group := group_of(self)) is not None and output.num_samples is not None:
-            rings = self.args.world_size // group.size()
+            rings = world_size() // group.size()
             _latest[output.num_samples] = math.ceil(output.num_samples / (self.args.eval_batch_size * rings))
         return output
 

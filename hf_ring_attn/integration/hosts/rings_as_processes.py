@@ -33,7 +33,12 @@ class RingsCounted:
         self._ring_size = int(accelerator.parallelism_config.cp_size) if ring_size is None else ring_size
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_accelerator":  # while a copy is made
+            raise AttributeError(name)
         return getattr(self._accelerator, name)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._accelerator,)  # saved arguments have the state itself
 
     @property
     def of_processes(self) -> Any:
@@ -47,6 +52,10 @@ class RingsCounted:
     @property
     def num_processes(self) -> int:
         return int(self._accelerator.num_processes) // self._ring_size
+
+
+def _itself(one: Any) -> Any:
+    return one
 
 
 class RingsAsProcesses(RingsCounted):
@@ -83,15 +92,16 @@ def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses
 
     Its arguments' ``world_size`` is their number, too. Their ``process_index`` stays: it decides who writes files.
     """
-    accelerator, state = trainer.accelerator, getattr(trainer.args, STATE, None)
+    accelerator, arguments = trainer.accelerator, getattr(trainer, "args", None)  # a client of vLLM has none
     if isinstance(accelerator, RingsCounted):
         yield
         return
     with ExitStack() as stack:
         counted = kind(accelerator)
         stack.enter_context(Replaced(trainer, "accelerator", counted))
-        if state is not None:
-            stack.enter_context(Replaced(trainer.args, STATE, RingsCounted(state, counted.ring_size)))
+        state = getattr(arguments, STATE, None)
+        if state is not None and not isinstance(state, RingsCounted):  # trainers may share their arguments
+            stack.enter_context(Replaced(arguments, STATE, RingsCounted(state, counted.ring_size)))
         yield
 
 
@@ -99,7 +109,7 @@ def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses
 def processes_counted(trainer: Any) -> Iterator[None]:
     """Lets a trainer count processes again."""
     with ExitStack() as stack:
-        for owner, name in ((trainer, "accelerator"), (trainer.args, STATE)):
+        for owner, name in ((trainer, "accelerator"), (getattr(trainer, "args", None), STATE)):
             one = getattr(owner, name, None)
             if isinstance(one, RingsCounted):
                 stack.enter_context(Replaced(owner, name, one.of_processes))

@@ -106,6 +106,9 @@ NEEDS_WHOLE_ROWS = (
 )  # fmt: skip
 """Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
 
+OF_A_RANK = (errors.OtherInputs, errors.SelfCheckRaised, errors.UnshardedInput)
+"""Those that one rank may raise alone, inside a forward. Under FSDP2 the others would wait for its weights."""
+
 _OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
 """Trainers whose loss needs whole rows, as a self-check found: what it raised in training (True), in evaluation."""
 
@@ -121,7 +124,8 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
         is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
     if chosen != "auto" or group_of(trainer) is None or gives_whole_rows(trainer) or is_other:
         raise error
-    if not fsdp.end_forward(model):
+    is_alone = isinstance(error, OF_A_RANK) and not error.everywhere
+    if fsdp.is_sharded(model) and (is_alone or not fsdp.end_forward(model)):
         raise error
     when = "trains" if model.training else "evaluates"
     _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error

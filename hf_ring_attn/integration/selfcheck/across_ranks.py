@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ... import errors
 from ...comm.ring import Ring
 from ..context import introspect
 from ..context.model_record import ModelRecord
@@ -22,6 +24,11 @@ def sharding_of(record: ModelRecord) -> Ring | None:
     return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 
 
+def stays_in(ring: Ring, sharding: Ring | None) -> bool:
+    """Returns True if no rank outside of ``ring`` shards the weights, and so takes part in each forward."""
+    return sharding is None or sharding.ranks() <= ring.ranks()
+
+
 class AcrossRanks:
     """Findings of all ranks, gathered or averaged. Its methods send messages, so all ranks call them.
 
@@ -33,14 +40,22 @@ class AcrossRanks:
     sharding: Ring | None
     device: torch.device
 
-    @property
-    def alone(self) -> bool:
-        """No rank of another ring takes part in its model's forwards."""
-        return self.sharding is None or self.sharding.ranks() <= self.ring.ranks()
+    def agree(self, ring: Ring, facts: Mapping[str, object], todo: str) -> None:
+        """Compares facts among all ranks that exchange messages in a backward in ``ring``: its own, and all that shard
+        the weights.
 
-    def backward_ranks(self, ring: Ring) -> Ring:
-        """The ranks that exchange messages in a backward in ``ring``: all that shard the weights, if they are more."""
-        return ring if self.sharding is None or ring.size > self.sharding.size else self.sharding
+        Raises:
+            RanksDiffer, RefusedElsewhere: they differ in one of these groups; on every rank.
+        """
+        failure: errors.Refused | None = None
+        for group in (ring, self.sharding):
+            try:
+                if group is not None:
+                    group.agree(facts, group.small_device(self.device), todo, failure)
+            except errors.Refused as error:  # which the other group is told, too
+                failure = error
+        if failure is not None:
+            raise failure
 
     def _gathered(self, row: Tensor) -> Tensor:
         """[W, ...] each rank's ``row``, on the CPU in float64."""

@@ -38,7 +38,7 @@ from ..losses.lazy_logits import ChunkedLoss
 from ..model.ring_calls import in_ring
 from ..patching import changes
 from . import trial
-from .across_ranks import AcrossRanks, sharding_of
+from .across_ranks import AcrossRanks, sharding_of, stays_in
 from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
 from .restore import preserved
@@ -87,8 +87,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     batch = ring.name, has_labels, loss, context.whole_head, context.gathers_logits, as_one
     sharding = sharding_of(record)
     # Other rings, whose batches may be of another kind, take part in each forward if they hold shards of its weights.
-    alone = sharding is None or sharding.ranks() <= ring.ranks()
-    inputs, padding = (sample.inputs(), sample.masks()) if alone else ((), ())
+    inputs, padding = (sample.inputs(), sample.masks()) if stays_in(ring, sharding) else ((), ())
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
     has_trained = inner.training or any(x.requires_grad for x in record.weights())
     trains = step.trains if step.loss else torch.is_grad_enabled() and has_trained
@@ -159,7 +158,7 @@ class _Check(AcrossRanks):
             again, more = self._everywhere([float(other) for other in others]).any(0).tolist()
             if not (fsdp.end_forward(self.model) and (again or more)):
                 raise
-        # The other: a model of pairs of rows, for example.
+        # Without inputs that it may not take; or with all rows of the batch, for a model of pairs.
         return self.run(attempt, rows) if again else self._run(attempt, self.sample.rows)
 
     def _run(self, attempt: Callable[[int, int], Attempt | None], rows: int) -> str:
@@ -221,14 +220,14 @@ class _Check(AcrossRanks):
         labelled = self.context.facts.has_labels or self.context.whole_head
         row = self._row(seed, rows, labelled, repeats=True, of_batch=bool(step.name))
         attempted = partial(run_step, step, self.model, self.given, weights=[*weights.values()], as_one=self.as_one)
-        parts = {True: self._local(row, Ring(LOCAL)), False: self._local(row, self.ring)}
+        batches = {True: self._local(row, Ring(LOCAL)), False: self._local(row, self.ring)}
         whole_step, ring_step = (
             partial(
                 self.states.run,
-                partial(attempted, row, part, partial(self._call, *part), self.backward_ranks(part.context.ring)),
-                alone,
+                partial(attempted, row, batch, partial(self._call, *batch), partial(self.agree, batch.context.ring)),
+                is_whole,
             )
-            for alone, part in parts.items()
+            for is_whole, batch in batches.items()
         )
         with dtypes_seen() as dtypes:
             before = random_state(self.device)
@@ -332,7 +331,8 @@ class _Check(AcrossRanks):
             self._stop_all(mine)
         if failure is None:
             return answer
-        if is_refusal:
+        if isinstance(failure, errors.Refused):
+            failure.everywhere = True
             raise failure
         untested = [changes.requirement(host) for host in changes.untested()]
         raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), text, untested) from failure

@@ -15,6 +15,7 @@ import torch
 from ... import errors
 from ..gradients import fsdp
 from ..log import warn
+from .across_ranks import stays_in
 from .row import Sample, is_feature
 
 SPOTS = 4
@@ -48,7 +49,7 @@ def try_placeholders(job: Any) -> None:
     if sample is None:
         return
     names = [name for name, x in sample.others.items() if is_feature(x)]
-    if not job.alone:  # rings whose batches have no features would not take part
+    if not stays_in(job.ring, job.sharding):  # rings whose batches have no features would not take part
         warn(UNTRIED.format(names, job.name))
         return
     try:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from ...comm.ring import Ring
 from ...layers.chunked_loss import graph_nodes, graph_of_its_own
 from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
@@ -66,14 +65,15 @@ class StepResult(NamedTuple):
 
 def run_step(
     step: TrialStep, model: nn.Module, given: nn.Module, row: Mapping[str, Any], local: LocalBatch,
-    call: Callable[[], Any], ranks: Ring, weights: Sequence[nn.Parameter], as_one: bool,
+    call: Callable[[], Any], agree: Callable[[Mapping[str, object], str], None], weights: Sequence[nn.Parameter],
+    as_one: bool,
 ) -> StepResult | None:  # fmt: skip
     """Computes the loss of a row's local batch and its gradients; None if there is no loss.
 
     Args:
         given: the model that the host's loss gets.
         call: calls the model with the local batch, if the host does not compute the loss.
-        ranks: those that exchange messages in a backward.
+        agree: compares facts, with advice if they differ, among the ranks that exchange messages in a backward.
         as_one: see `in_ring`.
     """
     with graph_of_its_own(bool(weights)), _without_reentrant_checkpoints():  # the program may be inside a checkpoint
@@ -84,7 +84,7 @@ def run_step(
                 loss = loss_of(call()) if step.loss is None else step.loss(given, row, local)
             if weights and isinstance(loss, Tensor):  # else a rank would wait for one that has no backward
                 facts = {"dependence of the loss on the model": "some" if _reaches_model(loss) else "none"}
-                ranks.agree(facts, ranks.small_device(loss.device), loss_gradients.TODO)
+                agree(facts, loss_gradients.TODO)
             gradients = differentiate(loss, model, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
             return None
