@@ -24,7 +24,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import is_ddp, is_dtensor, is_unit, may_train, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
-from . import fsdp
+from . import fsdp, fsdp_units
 from .backward_end import Averages, BackwardEnd, average
 from .loss_gradients import TODO
 
@@ -71,7 +71,7 @@ def bare_of(trained: list[Any], model: nn.Module) -> list[Any]:
         return []
     combined: set[int] = set()
     for module in latest_record(model).modules():
-        weights: Iterable[Any] = fsdp.weights_of(module) if is_unit(module) else ()
+        weights: Iterable[Any] = fsdp_units.weights_of(module) if is_unit(module) else ()
         combined.update(map(id, module.parameters() if is_ddp(module) else weights))
     return [x for x in trained if id(x) not in combined]
 

@@ -17,7 +17,7 @@ from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context.introspect import TOKENS
 from ..context.mesh import find_ring
 from ..context.whole_batch import LOSS_INPUTS
-from ..gradients import fsdp
+from ..gradients import fsdp, fsdp_units
 from ..log import warn
 from ..losses import kinds
 from ..model import admission
@@ -125,7 +125,7 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     if chosen != "auto" or group_of(trainer) is None or gives_whole_rows(trainer) or is_other:
         raise error
     is_alone = isinstance(error, OF_A_RANK) and not error.everywhere
-    if fsdp.is_sharded(model) and (is_alone or not fsdp.end_forward(model)):
+    if fsdp.is_sharded(model) and (is_alone or not fsdp_units.end_forward(model)):
         raise error
     when = "trains" if model.training else "evaluates"
     _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error

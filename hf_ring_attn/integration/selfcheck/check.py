@@ -31,7 +31,7 @@ from ..context.local_batch import LocalBatch, local_batch
 from ..context.model_record import ModelRecord, SeenOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
-from ..gradients import fsdp
+from ..gradients import fsdp_units
 from ..gradients.replicas import SAME_WEIGHTS
 from ..log import warn
 from ..losses.lazy_logits import ChunkedLoss
@@ -156,7 +156,7 @@ class _Check(AcrossRanks):
         except errors.SelfCheckNotRun as error:
             others = [self.sample.leaves_out_unnamed(self.model, error), self.sample.rows != rows]
             again, more = self._everywhere([float(other) for other in others]).any(0).tolist()
-            if not (fsdp.end_forward(self.model) and (again or more)):
+            if not (fsdp_units.end_forward(self.model) and (again or more)):
                 raise
         # Without inputs that it may not take; or with all rows of the batch, for a model of pairs.
         return self.run(attempt, rows) if again else self._run(attempt, self.sample.rows)

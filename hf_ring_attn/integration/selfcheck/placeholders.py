@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ... import errors
-from ..gradients import fsdp
+from ..gradients import fsdp_units
 from ..log import warn
 from .across_ranks import stays_in
 from .row import Sample, is_feature
@@ -56,7 +56,7 @@ def try_placeholders(job: Any) -> None:
         other = replace(job, sample=sample)
         other.run(other.try_tokens, 1)
     except errors.SelfCheckNotRun:  # it counts its placeholders, and would count those of a rank
-        fsdp.end_forward(job.model)
+        fsdp_units.end_forward(job.model)
         return
     except (errors.SelfCheckFailed, errors.SelfCheckRaised) as error:
         raise errors.FeaturesSplit(job.name, names) from error

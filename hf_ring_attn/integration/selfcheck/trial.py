@@ -25,7 +25,7 @@ from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
 from ..context.trial_step import TrialStep
-from ..gradients import fsdp, loss_gradients
+from ..gradients import fsdp_units, loss_gradients
 from ..model import neftune
 from ..model.ring_calls import in_ring
 
@@ -216,8 +216,10 @@ def differentiate(loss: Tensor, model: nn.Module, weights: Sequence[nn.Parameter
     """The first values of the gradients of ``weights``, which are added to no ``grad``: of this rank, also in FSDP2."""
     if not (weights and loss.requires_grad) or introspect.is_dtensor(loss):  # the check refuses a DTensor
         return []
-    with fsdp.unreduced(model):
-        found: Sequence[Tensor | None] = torch.autograd.grad(loss, fsdp.gathered(model, weights), allow_unused=True)
+    with fsdp_units.unreduced(model):
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            loss, fsdp_units.gathered(model, weights), allow_unused=True
+        )
     return [
         loss.new_zeros(min(x.numel(), VALUES), dtype=torch.float32)
         if gradient is None

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
-from hf_ring_attn.integration.gradients import fsdp
+from hf_ring_attn.integration.gradients import fsdp_units
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import fsdp_jobs, plain_jobs
 from tests.helpers.jobs.comparison import Ranks
@@ -177,7 +177,7 @@ def after_a_failed_forward() -> tuple[bool, list[Tensor]]:
     with pytest.raises(ZeroDivisionError):
         model(**tokens(23))
     hook.remove()
-    assert fsdp.end_forward(model)
+    assert fsdp_units.end_forward(model)
     states = [part._get_fsdp_state() for part in (model, *model.model.layers)]
     is_new = states[0]._state_ctx.iter_forward_root is None
     is_new &= all(state._training_state.name == "IDLE" for state in states)
