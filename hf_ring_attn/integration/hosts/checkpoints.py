@@ -126,6 +126,10 @@ def _save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
                 raise
             failure = error
         _agree(folder, failure)
+        # Trainer looks for the best one while the first rank may not have made its folder yet.
+        best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+        if self.state.best_global_step and best.exists():
+            self.state.best_model_checkpoint = str(best)
 
     return save
 
