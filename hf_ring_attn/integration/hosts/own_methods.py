@@ -22,7 +22,7 @@ from ... import errors
 from ..batch.loss_graph import refuse_past_outputs
 from ..context import batch_context
 from ..patching.modules import Replaced
-from .rings_as_processes import RingsCounted, processes_counted, rings_as_processes
+from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
 from .trainer_overrides import BY_CALLS
 
 OF_RINGS = "_hf_ring_attn_of_rings"
@@ -107,7 +107,7 @@ def _evaluate(trainer: Any, method: Callable[..., Any], given: Given, named: Nam
 
 
 def _sample(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
-    with rings_as_processes(trainer, RingsCounted):
+    with rings_as_processes(trainer, of_arguments=RingsAsProcesses):  # it may deal out rows by both numbers
         return method(*given, **named)
 
 

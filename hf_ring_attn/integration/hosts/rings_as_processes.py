@@ -30,7 +30,7 @@ class RingsCounted:
 
     def __init__(self, accelerator: Any, ring_size: int | None = None) -> None:
         self._accelerator = accelerator
-        self._ring_size = int(accelerator.parallelism_config.cp_size) if ring_size is None else ring_size
+        self.ring_size = int(accelerator.parallelism_config.cp_size) if ring_size is None else ring_size
 
     def __getattr__(self, name: str) -> Any:
         if name == "_accelerator":  # while a copy is made
@@ -46,12 +46,8 @@ class RingsCounted:
         return self._accelerator
 
     @property
-    def ring_size(self) -> int:
-        return self._ring_size
-
-    @property
     def num_processes(self) -> int:
-        return int(self._accelerator.num_processes) // self._ring_size
+        return int(self._accelerator.num_processes) // self.ring_size
 
 
 def _itself(one: Any) -> Any:
@@ -63,11 +59,11 @@ class RingsAsProcesses(RingsCounted):
 
     @property
     def process_index(self) -> int:
-        return int(self._accelerator.process_index) // self._ring_size  # "cp" is the innermost axis of the mesh
+        return int(self._accelerator.process_index) // self.ring_size  # "cp" is the innermost axis of the mesh
 
     def gather(self, tensor: Any) -> Any:
         """Gathers nested tensors [n, ...] (a scalar is taken as [1]) of each ring: [rings * n, ...]."""
-        return once_per_ring(self._accelerator.gather(tensor), self._ring_size)
+        return once_per_ring(self._accelerator.gather(tensor), self.ring_size)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduces nested tensors [...] over rings, in their dtypes. As in accelerate, ``scale`` is for XLA only.
@@ -87,10 +83,14 @@ class RingsAsProcesses(RingsCounted):
 
 
 @contextmanager
-def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses) -> Iterator[None]:
+def rings_as_processes(
+    trainer: Any, kind: type[RingsCounted] = RingsAsProcesses, of_arguments: type[RingsCounted] = RingsCounted
+) -> Iterator[None]:
     """Lets a trainer count rings in place of processes, or, with `RingsCounted`, know their number alone.
 
-    Its arguments' ``world_size`` is their number, too. Their ``process_index`` stays: it decides who writes files.
+    Args:
+        of_arguments: the same for ``world_size`` and ``process_index`` of its arguments. The latter decides who writes
+            files, so it stays as it is.
     """
     accelerator, arguments = trainer.accelerator, getattr(trainer, "args", None)  # a client of vLLM has none
     if isinstance(accelerator, RingsCounted):
@@ -101,7 +101,7 @@ def rings_as_processes(trainer: Any, kind: type[RingsCounted] = RingsAsProcesses
         stack.enter_context(Replaced(trainer, "accelerator", counted))
         state = getattr(arguments, STATE, None)
         if state is not None and not isinstance(state, RingsCounted):  # trainers may share their arguments
-            stack.enter_context(Replaced(arguments, STATE, RingsCounted(state, counted.ring_size)))
+            stack.enter_context(Replaced(arguments, STATE, of_arguments(state, counted.ring_size)))
         yield
 
 

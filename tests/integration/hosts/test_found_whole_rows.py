@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DistributedSampler
 from transformers import Trainer
 
 from hf_ring_attn import RingConfig
@@ -99,6 +100,15 @@ class GroupsByLength(Trainer):
         return [index for group in groups for index in sorted(group, key=lambda index: -lengths[index])]
 
 
+class DealsByHand(Trainer):
+    """The sampler of older hosts: each process gets rows of its own."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        sampler: Any = DistributedSampler(rows, self.args.world_size, self.args.process_index, seed=1)
+        return sampler
+
+
 class StepsByItsLoss(jobs.Weighs):
     """Its training_step calls its own compute_loss. The self-check never saw it before the first evaluation."""
 
@@ -174,6 +184,7 @@ RUNS = [
     replace(RUN, why="its own counts, not averaged", kind=Counts, arguments=ALONE),
     replace(RUN, why="times the processes of its arguments", kind=TimesProcesses, arguments=ACCUMULATED),
     replace(RUN, why="a sampler that counts processes", kind=GroupsByLength, rows=replace(PADDED, count=12)),
+    replace(RUN, why="a sampler that deals out rows", kind=DealsByHand, rows=replace(PADDED, count=16)),
     replace(RUN, why="its own step, by its own loss", kind=StepsByItsLoss),
     replace(RUN, why="by choice, not averaged", kind=Named, arguments=ALONE, ring=RingConfig(loss="gathered")),
     replace(RUN, why="an evaluation loop that gathers", kind=Gathers),
