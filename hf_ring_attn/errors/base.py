@@ -28,7 +28,7 @@ class Refused(RingAttentionError, ValueError):
 
     Attributes:
         in_loss: a trainer's compute_loss raised it, before any backward.
-        everywhere: every rank raised it, as they have compared.
+        everywhere: all ranks have agreed that each of them raises it.
     """
 
     in_loss = False

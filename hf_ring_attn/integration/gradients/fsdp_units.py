@@ -45,7 +45,7 @@ def gathered(model: nn.Module, weights: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def unreduced(model: nn.Module) -> Iterator[None]:
-    """A backward inside gathers weights, but sends no gradients, also not those of an accumulation so far.
+    """Lets a backward inside gather weights, but send no gradients, nor those of an accumulation so far.
 
     A forward around it, of a larger model that FSDP2 shards with ``model``, goes on as before.
     """

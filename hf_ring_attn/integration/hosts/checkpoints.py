@@ -111,7 +111,7 @@ def _save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
         if trainer_facts.group_of(self) is None:
             original(self, model, trial)
             return
-        folder = _folder(self, trial)
+        folder = _folder(self, trial, self.state.global_step)
         if self.args.should_save:
             (folder / STATE).unlink(missing_ok=True)
         failure: Exception | None = None
@@ -127,7 +127,7 @@ def _save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
             failure = error
         _agree(folder, failure)
         # Trainer looks for the best one while the first rank may not have made its folder yet.
-        best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+        best = _folder(self, trial, self.state.best_global_step)
         if self.state.best_global_step and best.exists():
             self.state.best_model_checkpoint = str(best)
 
@@ -153,8 +153,8 @@ def _save_rng_state(original: Callable[..., None]) -> Callable[..., None]:
     return save
 
 
-def _folder(self: Any, trial: Any) -> Path:
-    return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+def _folder(self: Any, trial: Any, step: int | None) -> Path:
+    return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
 
 
 def _agree(folder: Path, failure: Exception | None) -> None:

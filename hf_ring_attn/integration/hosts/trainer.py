@@ -96,9 +96,8 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
         with preserved_trainer(trainer):
             items = count(trainer, whole)
             group = group_of(trainer) if local.context.ring.size == 1 else None
-            of_a_rank = own_methods.OF_RINGS not in vars(trainer) and not trainer.args.average_tokens_across_devices
-            if group is not None and items is not None and of_a_rank:
-                items = items * group.size()  # `_get_num_items_in_batch` gave a rank's part, and this row is whole
+            if group is not None and items is not None and not trainer.args.average_tokens_across_devices:
+                items = items * group.size()  # `_get_num_items_in_batch` gives a rank's part, and this row is whole
             # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
             counts = RingsAsProcesses if gives_whole_rows(trainer) else RingsCounted
             counted = nullcontext() if group is None else rings_as_processes(trainer, counts)

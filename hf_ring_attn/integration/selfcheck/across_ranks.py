@@ -40,14 +40,12 @@ class AcrossRanks:
     sharding: Ring | None
     device: torch.device
 
-    def agree(self, ring: Ring, facts: Mapping[str, object], todo: str) -> None:
-        """Compares facts among all ranks that exchange messages in a backward in ``ring``: its own, and all that shard
-        the weights.
+    def agree(self, ring: Ring, facts: Mapping[str, object], todo: str = "", failure: Exception | None = None) -> None:
+        """Compares facts among the ranks of ``ring``, and among all that shard the weights; as `Ring.agree`.
 
-        Raises:
-            RanksDiffer, RefusedElsewhere: they differ in one of these groups; on every rank.
+        Raises (on every rank of both):
+            RanksDiffer, RefusedElsewhere: they differ in one of these groups, or a rank has a ``failure``.
         """
-        failure: errors.Refused | None = None
         for group in (ring, self.sharding):
             try:
                 if group is not None:

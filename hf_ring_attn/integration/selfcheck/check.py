@@ -328,7 +328,8 @@ class _Check(AcrossRanks):
         state, text = 0.0 if failure is None else 2.0 if is_refusal else 1.0, f"{type(failure).__name__}: {failure}"
         if set(self._everywhere([state])[:, 0].tolist()) != {state}:
             mine = errors.SelfCheckRowFailed(self.name, text) if state == 1 else failure
-            self._stop_all(mine)
+            self.agree(self.ring, {}, failure=mine)
+            raise AssertionError("a rank failed")
         if failure is None:
             return answer
         if isinstance(failure, errors.Refused):
@@ -336,17 +337,6 @@ class _Check(AcrossRanks):
             raise failure
         untested = [changes.requirement(host) for host in changes.untested()]
         raise errors.SelfCheckNotRun(self.name, rows, row_length(self.ring.size), text, untested) from failure
-
-    def _stop_all(self, failure: Exception | None) -> None:
-        """Raises on every rank of this ring, and of all that shard its weights, of which one has a ``failure``."""
-        for group in (self.ring, self.sharding):
-            try:
-                if group is not None:
-                    group.agree({}, group.small_device(self.device), failure=failure)
-            except errors.Refused as error:  # which the other group is told, too
-                failure = error
-        assert failure is not None, "a rank failed"
-        raise failure
 
     def _sharded(self, call: Callable[[], T]) -> T:
         try:

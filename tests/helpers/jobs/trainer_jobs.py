@@ -222,6 +222,8 @@ def trainer_of(
         model=model, args=TrainingArguments(output_dir=folder, **arguments), **{**given, **more}
     )
     trainer.remove_callback(PrinterCallback)
+    if run.fsdp2 and mesh.cp > 1:
+        under_fsdp2(trainer, {})
     return trainer
 
 
@@ -236,8 +238,6 @@ def train(
         watcher = Watcher(run.generates)
         trainer = trainer_of(run, mesh, output, callbacks=[watcher])
         assert trainer.model is not None
-        if run.fsdp2 and mesh.cp > 1:
-            under_fsdp2(trainer, {})
         before = weights_of(trainer.model)
         training_loss = None
         if run.steps:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from transformers import Trainer
 
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.fsdp2_trainers import under_fsdp2
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
 
@@ -27,10 +25,9 @@ ARGUMENTS = {
 
 
 def best_of(folder: str) -> str:
-    run = replace(Run(why="", steps=2), kind=SavesLate, arguments=ARGUMENTS)
+    run = Run(why="", steps=2, kind=SavesLate, arguments=ARGUMENTS, fsdp2=True)
     with launched(Mesh(cp=2)), a_folder(folder) as output:
         trainer = trainer_of(run, Mesh(cp=2), output)
-        under_fsdp2(trainer, {})
         trainer.train()
         return str(trainer.state.best_model_checkpoint)
 

@@ -13,7 +13,6 @@ from transformers import Trainer
 import hf_ring_attn
 from hf_ring_attn import RingConfig, errors
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.fsdp2_trainers import under_fsdp2
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trainer_of
@@ -63,12 +62,10 @@ def by_a_token(host: str, steps: int = 1, length: int = 120) -> tuple[str, bool]
     mesh, more = Mesh(cp=2), {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 1}
     with launched(mesh), a_folder(None) as folder:
         arguments = {**RUN.arguments, **more, "eval_strategy": "no"}
-        run = replace(RUN, rows=Rows(length=length), steps=6, arguments=arguments)
+        run = replace(RUN, rows=Rows(length=length), steps=6, arguments=arguments, fsdp2=host == "FSDP2")
         rows = run.rows.make()
         rows[3]["input_ids"][5] = 0
         trainer = trainer_of(run, mesh, folder, kind=Special, train_dataset=rows)
-        if host == "FSDP2":
-            under_fsdp2(trainer, {})
         error, made = refusal_of(trainer)
         return error, made == run.steps
 

@@ -13,7 +13,6 @@ from transformers import Trainer, TrainerCallback
 
 import hf_ring_attn
 from tests.helpers.jobs.comparison import LOSS, Ranks
-from tests.helpers.jobs.fsdp2_trainers import under_fsdp2
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
 
@@ -109,10 +108,8 @@ class ClipsBetween(TrainerCallback):
 def trained(kind: type[Trainer], callbacks: list[TrainerCallback], mesh: Mesh, fsdp: bool) -> Any:
     """What Trainer logged, and the weights afterwards."""
     with launched(mesh), a_folder(None) as folder:
-        run = replace(RUN, arguments=OPTIONS)
+        run = replace(RUN, arguments=OPTIONS, fsdp2=fsdp)
         trainer: Any = trainer_of(run, mesh, folder, kind=kind, callbacks=callbacks)
-        if fsdp:
-            under_fsdp2(trainer, {})
         trainer.train()
         weights = [x.detach() for x in trainer.model.parameters()]
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in weights]
