@@ -120,6 +120,6 @@ def _states(model: nn.Module, only_inside: bool = False) -> list[Any]:
 
 
 def _modules_to_run(state: Any) -> set[Any]:
-    """The modules of a call of `fully_shard` with several that a forward has not called yet."""
+    """The modules that `fully_shard([a, b, ...])` shards together, and that a forward has not called yet."""
     found: set[Any] = getattr(state, "_modules_to_run_forward", set())
     return found

@@ -89,8 +89,8 @@ def rings_as_processes(
     """Lets a trainer count rings in place of processes, or, with `RingsCounted`, know their number alone.
 
     Args:
-        of_arguments: the same for ``world_size`` and ``process_index`` of its arguments. The latter decides who writes
-            files, so it stays as it is.
+        of_arguments: the same for its arguments' ``world_size`` and ``process_index``. By default the latter stays,
+            since it decides who writes files.
     """
     accelerator, arguments = trainer.accelerator, getattr(trainer, "args", None)  # a client of vLLM has none
     if isinstance(accelerator, RingsCounted):
