@@ -61,7 +61,8 @@ class Line:
 
 
 def said(outcome: Outcome) -> tuple[str, str, str, str]:
-    return outcome.status, outcome.reason, outcome.labels, outcome.positions
+    """What is filed of an outcome: of a refusal, its type and what is refused. The advice may change with the package."""
+    return outcome.status, *(text.split(". ")[0] for text in (outcome.reason, outcome.labels, outcome.positions))
 
 
 def line(entry: Entry, outcomes: Iterable[tuple[str, Outcome]]) -> Line:
@@ -178,9 +179,8 @@ def _result(made: Line) -> str:
 
 
 def _short(reason: str) -> str:
-    """Without what the table says already: the class, and what to do instead."""
-    text = reason.split(" cannot be trained in a ring exactly: ")[-1]
-    return " ".join(text.split(". ")[0].split())[:300]
+    """Without what the table says already: the class."""
+    return " ".join(reason.split(" cannot be trained in a ring exactly: ")[-1].split())[:300]
 
 
 def _difference(made: Line) -> str:
