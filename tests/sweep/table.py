@@ -61,8 +61,9 @@ class Line:
 
 
 def said(outcome: Outcome) -> tuple[str, str, str, str]:
-    """What is filed of an outcome: of a refusal, its type and what is refused. The advice may change with the package."""
-    return outcome.status, *(text.split(". ")[0] for text in (outcome.reason, outcome.labels, outcome.positions))
+    """What is filed of an outcome: of a refusal, its type and what is refused, but not its advice, which may change."""
+    reason, labels, positions = (text.split(". ")[0] for text in (outcome.reason, outcome.labels, outcome.positions))
+    return outcome.status, reason, labels, positions
 
 
 def line(entry: Entry, outcomes: Iterable[tuple[str, Outcome]]) -> Line:
