@@ -127,8 +127,8 @@ def _save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
             failure = error
         _agree(folder, failure)
         # Trainer looks for the best one while the first rank may not have made its folder yet.
-        best = _folder(self, trial, self.state.best_global_step)
-        if self.state.best_global_step and best.exists():
+        step = self.state.best_global_step
+        if step and (best := _folder(self, trial, step)).exists():
             self.state.best_model_checkpoint = str(best)
 
     return save
@@ -153,7 +153,7 @@ def _save_rng_state(original: Callable[..., None]) -> Callable[..., None]:
     return save
 
 
-def _folder(self: Any, trial: Any, step: int | None) -> Path:
+def _folder(self: Any, trial: Any, step: int) -> Path:
     return Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
 
 
