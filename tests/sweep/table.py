@@ -165,8 +165,9 @@ def _result(made: Line) -> str:
     if made.not_run:
         return f"not run: {made.not_run}"
     parts = []
-    for said in made.outcomes[:1] if made.status == "refused" else made.outcomes:
-        rows = "" if len(made.outcomes) == 1 else f" ({', '.join(said.kinds)})"
+    shown = made.outcomes[:1] if made.status == "refused" else made.outcomes
+    for said in shown:
+        rows = "" if len(shown) == 1 else f" ({', '.join(said.kinds)})"
         if said.status != "exact":
             parts.append(f"{said.status}{rows}: {_short(said.reason)}")
             continue
