@@ -25,6 +25,7 @@ from ...traffic import GatheredKV, LayerRole
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.batch_context import MaskSpec
+from ..context.graph_notes import note_attention
 from ..context.introspect import class_of, file_of
 from ..context.mesh import ring_group, warn_without_ring
 from ..gradients import replicas
@@ -117,16 +118,18 @@ def ring_attention_forward(
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
         out.register_hook(lambda _gradient: warn_without_ring())  # it trains: a program need not call model.train()
     if out.requires_grad and not torch.compiler.is_compiling():
-        _expect_end(out)
+        _follow(out)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
 @uncompiled("hf_ring_attn hooks the backward of an attention")
-def _expect_end(out: Tensor) -> None:
-    """Lets the backward of an attention call what comes at the end of the batch's, whatever the loss is."""
+def _follow(out: Tensor) -> None:
+    """Notes whose attention it is, and lets its backward call what comes at the end of the batch's, whatever the loss
+    is."""
     context = batch_context.current()
     if context is None or context.ring.size == 1 or is_recomputing():  # a reentrant checkpoint's is inside another
         return
+    note_attention(out, context)
     end = context.state(BackwardEnd)
     if end.parts:  # none under FSDP2
         out.register_hook(lambda _gradient: end.expect())

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ... import errors
-from ...comm.ring import LOCAL, Ring
+from ...comm.ring import Ring
 from ...layers.chunked_loss import nodes_from
 from ..context import batch_context
 from ..context.batch_context import BatchContext, live_batches
+from ..context.graph_notes import WholeCall, batch_of_output, call_of_attention
 from ..context.model_record import latest_record
 from ..gradients import fsdp
 from ..gradients.backward_end import SOME, average, call_at_end
@@ -54,15 +55,15 @@ def _each(given: Any) -> list[Any]:
     return list(given.values() if isinstance(given, Mapping) else given)
 
 
-def _reached_from(ends: Iterable[Any]) -> tuple[list[Any], bool]:
-    """The functions by which a graph reaches into models, and if it reaches an attention past these."""
-    reached, goes_past = [], False
+def _reached_from(ends: Iterable[Any]) -> tuple[list[Any], list[WholeCall]]:
+    """The functions by which a graph reaches into models, and the calls whose attentions it reaches past these."""
+    reached, past = [], []
     for node in nodes_from(ends, OUTPUTS):
-        name = type(node).__name__
-        if name in OUTPUTS:
+        if type(node).__name__ in OUTPUTS:
             reached.append(node)
-        goes_past |= name == "_AttentionBackward" and LOCAL not in node.rest
-    return reached, goes_past
+        if (call := call_of_attention(node)) is not None:
+            past.append(call)
+    return reached, past
 
 
 def refuse_gradient_of_state(whole: Tensor, made_by: Any, ends: list[Any], path: str) -> None:
@@ -102,13 +103,6 @@ def refuse_gradient_of_state(whole: Tensor, made_by: Any, ends: list[Any], path:
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 
-class WholeCall:
-    """A state of a batch: the model that a loop called with its whole rows; None: the batch was not sharded so."""
-
-    model: weakref.ref[nn.Module] | None = None
-
-
-_CALL = "hf_ring_attn: the batch of this output of whole rows"
 _replaced: list[Replaced] = []
 """torch's functions for gradients, while a loop has outputs of whole rows: no hook of torch gets a loss."""
 
@@ -122,13 +116,6 @@ def note_call(model: nn.Module, context: BatchContext) -> None:
             for name, own in functions.items():
                 of_torch = functools.partial(own, getattr(torch.autograd, name))
                 _replaced.append(Replaced(torch.autograd, name, of_torch))
-
-
-def note_output(whole: Tensor, context: BatchContext) -> None:
-    """Notes an output of a call."""
-    made_by: Any = whole.grad_fn
-    if made_by is not None and context.state(WholeCall).model is not None:
-        made_by.metadata[_CALL] = context
 
 
 @uncompiled("hf_ring_attn looks at the graph of a loss")
@@ -167,13 +154,13 @@ def _beside(losses: Any) -> dict[Ring, list[Tensor]]:
     # A backward inside another one recomputes layers; in a batch's context a rank's tokens are a program's own affair.
     if torch._C._current_graph_task_id() >= 0 or batch_context.current() is not None:
         return {}
-    reached, goes_past = _reached_from(_ends_of(losses))
-    calls = [(node, node.metadata[_CALL]) for node in reached if _CALL in node.metadata]
-    # Other batches' losses are of a rank's tokens, and the calls may have been those of an evaluation.
-    if goes_past and (calls or all(context.state(WholeCall).model for context in live)):
+    reached, past = _reached_from(_ends_of(losses))
+    if any(call.model is not None for call in past):  # in other batches, losses are of a rank's tokens
         raise errors.PastOutputs()
+    calls = [(node, context) for node in reached if (context := batch_of_output(node)) is not None]
     found: dict[Ring, list[Tensor]] = {}
-    models = {id(model): model for _, context in calls if (model := context.state(WholeCall).model()) is not None}
+    called = (context.state(WholeCall).model for _, context in calls)
+    models = {id(model): model for of in called if of is not None and (model := of()) is not None}
     known = {id(x) for model in models.values() for x in latest_record(model).weights()}
     if any(map(fsdp.is_sharded, models.values())):  # its weights have no identity while they are gathered
         return {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import errors
 from ...layers.collectives import gather_sequence
+from ..context.graph_notes import note_output
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
@@ -19,7 +20,7 @@ from ..gradients.backward_end import BackwardEnd
 from ..losses.lazy_logits import with_logits
 from ..losses.local_logits import held
 from ..model.experts import AuxiliaryLoss
-from .loss_graph import note_output, refuse_gradient_of_state
+from .loss_graph import refuse_gradient_of_state
 from .shard import Sharded
 
 NOTHING_SEEN = SeenOutputs()

@@ -292,6 +292,20 @@ def of_two_ways() -> str:
     return "" if logits.requires_grad else "no gradient"
 
 
+def beside_an_attention(by_grad: bool) -> bool:
+    """Whether an attention without a model has its gradient, while the batch of a call with whole rows is alive."""
+    model: Any = tiny("llama", "ring_fp32")
+    with hf_ring_attn.whole_rows(model) as rows:
+        logits = model(input_ids=tokens(23)["input_ids"]).logits
+    assert rows.latest is not None and logits.requires_grad
+    q, k, v = (torch.ones(1, 12, 2, 8, requires_grad=True) for _ in range(3))
+    loss = hf_ring_attn.ring_attention(q, k, v).square().sum()
+    if by_grad:
+        return bool(torch.autograd.grad(loss, v)[0].any())
+    loss.backward()
+    return v.grad is not None
+
+
 def of_a_copy() -> tuple[Tensor, Tensor]:
     """A weight's gradient of a model, and of a copy that was made inside, after both were called there."""
     model: Any = tiny("llama", "ring_fp32")

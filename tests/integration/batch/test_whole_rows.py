@@ -101,6 +101,11 @@ def test_a_call_without_a_backward_leaves_other_steps_alone(ranks: Ranks) -> Non
     assert ranks(2).run(jobs.of_two_ways) == ["", ""]
 
 
+@pytest.mark.parametrize("by_grad", [False, True], ids=["backward", "grad"])
+def test_a_call_leaves_attention_without_a_model_alone(ranks: Ranks, by_grad: bool) -> None:
+    assert ranks(2).run(jobs.beside_an_attention, by_grad) == [True, True]
+
+
 def test_a_copy_of_a_model_is_its_own(ranks: Ranks) -> None:
     for first, second in ranks(2).run(jobs.of_a_copy):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
