@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
+from hf_ring_attn.biases import Alibi
 from hf_ring_attn.integration.batch.announce import loss_in_words
 from tests.helpers.jobs.plain_jobs import Batch, padded, tokens
 from tests.helpers.jobs.whole_row_jobs import SEPARATOR, next_token_losses
@@ -324,7 +325,7 @@ def error_of(how: str) -> str:
     batch = tokens(23)
     rank, everyone = dist.get_rank(), [torch.empty(()) for _ in range(dist.get_world_size())]
     states: list[Tensor] = []
-    if how == "states of a hook":
+    if how.startswith("states of a hook"):
         model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: states.append(output))
     try:
         with hf_ring_attn.whole_rows(model) as rows:
@@ -335,7 +336,8 @@ def error_of(how: str) -> str:
             if how == "a cache":
                 cache = model(input_ids=batch["input_ids"]).past_key_values
                 model(input_ids=batch["input_ids"][:, :1], past_key_values=cache)
-            outputs = model(input_ids=batch["input_ids"], output_hidden_states=True)
+            bias = {"score_mod": Alibi(4)} if how.endswith("biased scores") else {}
+            outputs = model(input_ids=batch["input_ids"], output_hidden_states=True, **bias)
             logits, state = outputs.logits, outputs.hidden_states[1]
         if how == "a gradient by a state":
             torch.autograd.grad(logits.std() + state.std(), state, retain_graph=True)

@@ -122,6 +122,7 @@ REFUSED = {
     "rows of all ranks, by a function with gradients": "SameRowsGathered: ",
     "rows of a queue": "SameRowsGathered: ",
     "states of a hook": "PastOutputs: ",
+    "states of a hook, biased scores": "PastOutputs: ",
     "a gradient by a state": "GradientOfState: .* its loss by hidden_states.1, but later layers",
     "a kept gradient of a state": "GradientOfState: ",
     "a number of each rank": "$",
