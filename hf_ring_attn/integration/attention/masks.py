@@ -27,7 +27,7 @@ from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context, model_record
 from ..context.batch_context import MaskSpec
 from ..context.introspect import CACHES, NAME
-from ..context.mask_functions import MaskExpr, SameGroup, looks_ahead, recognise, terms_of
+from ..context.mask_functions import MaskExpr, SameGroup, recognise, terms_of
 from ..context.model_record import latest_record
 from ..context.whole_batch import restarts, text_positions
 from ..log import warn
@@ -142,8 +142,6 @@ def _ring_mask(
 
 def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
     context.admit()
-    if looks_ahead(seen):
-        context.refuse_labels_of_bidirectional()
     return context.spec(seen, batch, functools.partial(_spec, context))
 
 
@@ -194,8 +192,6 @@ def _spec_of_whole_rows(
         context: a batch that is sharded later, at the text model's input; None for a ring of one.
     """
     length, seen = layout.length, recognise(mask_function)
-    if context is not None and looks_ahead(seen):
-        context.refuse_labels_of_bidirectional()
     hidden = None
     if attention_mask is not None:
         hidden = ~attention_mask[:, :length].to("cpu", torch.bool)

@@ -29,7 +29,7 @@ def features(context: BatchContext) -> set[str]:
 
 def loss_in_words(context: BatchContext) -> str:
     """Says how the loss was computed, and why logits were made although "auto" avoids them where it can."""
-    state, loss = context.state(ChunkedLoss), context.config.loss
+    state = context.state(ChunkedLoss)
     if state.losses:
         return "chunked"
     if context.log.fused:
@@ -40,7 +40,7 @@ def loss_in_words(context: BatchContext) -> str:
         return "on gathered outputs"
     if not context.facts.has_labels:
         return "not by the model (no labels)"
-    return loss if loss != "auto" else f"sharded ({state.why})" if state.why else "sharded"
+    return f"sharded ({state.why})" if state.why else "sharded"
 
 
 def announce(context: BatchContext) -> None:

@@ -175,16 +175,25 @@ def shard(
         model: the model that will run. Needed if it is compiled as a whole, or if its head gets whole rows.
 
     Raises:
+        BadOption: config has loss="gathered", which is for trainers.
         BadBatch: this rank's batch cannot be sharded exactly.
         UnevenLength: with RingConfig(pad=False), if the row would need padding.
         RefusedElsewhere: another rank's batch cannot be sharded.
         RanksDiffer: on every rank, if the ranks hold different batches.
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """
+    if isinstance(config, RingConfig) and config.loss == "gathered":
+        raise errors.BadOption("loss", config.loss, _GATHERS)
     sharded = shard_for(batch, group, config, model, head=whole_heads.needs_whole_rows(model, batch))
     counted = track(sharded.inputs, LOSS_INPUTS)  # trainers count by themselves
     sharded.context.state(TrackedInputs).update(counted)
     return sharded
+
+
+_GATHERS = (
+    "'auto', 'chunked' or 'sharded' for shard, where a model returns what it computes of this rank's tokens. For "
+    "outputs of whole rows call it in hf_ring_attn.whole_rows(model)"
+)
 
 
 def shard_for(

@@ -283,11 +283,6 @@ class BatchContext:
     def admit(self) -> None:
         """Called for every mask made in this context; a placeholder context refuses."""
 
-    def refuse_labels_of_bidirectional(self) -> None:
-        """Raises LossNotSharded if ranks would share the loss of a model whose tokens see later ones."""
-        if self.facts.has_labels and self.ring.size > 1 and not self.whole_head:
-            raise errors.LossNotSharded("the loss of a model with bidirectional attention (masked LM, encoders)")
-
 
 def is_active(context: BatchContext) -> bool:
     """Returns True if ``context`` was entered, and not left."""

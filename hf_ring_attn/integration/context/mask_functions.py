@@ -54,16 +54,6 @@ def parts_of(seen: MaskExpr) -> list[Band | SameGroup]:
     return [part for inner in seen.parts for part in parts_of(inner)] if isinstance(seen, Combined) else [seen]
 
 
-def looks_ahead(seen: MaskExpr) -> bool:
-    """Returns True if a query may see later keys at any distance; blocks do not count."""
-    if isinstance(seen, Band):
-        return seen.lo < 0
-    if isinstance(seen, SameGroup):
-        return seen.kind != "blocks"
-    ahead = [looks_ahead(part) for part in seen.parts]
-    return all(ahead) if seen.how == "all" else any(ahead)
-
-
 def terms_of(seen: MaskExpr, alike: Callable[[SameGroup], Terms]) -> Terms:
     """The expression as terms; ``alike`` gives those of groups."""
     if isinstance(seen, Band):

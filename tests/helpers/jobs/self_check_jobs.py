@@ -136,14 +136,14 @@ def refused(
 ) -> tuple[str, str, int]:  # fmt: skip
     """What the first of two steps raised, its text, and the number of optimizer steps made until then."""
     model: Any = remote(planted).to(dtype)
+    hf_ring_attn.configure(model, config)
     compiled = partial(torch.compile, backend="eager")
     wraps: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": shards, "compiled": compiled}
     model = wraps.get(wrap, lambda x: x)(model.train())
     optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), 0
     try:
         for seed in range(2):
-            named = model if wrap == "compiled" else None
-            sharded = hf_ring_attn.shard(batch or tokens(23, seed=seed), config=config, model=named)
+            sharded = hf_ring_attn.shard(batch or tokens(23, seed=seed), model=model)
             with sharded:
                 out = model(**sharded.inputs)
             out.loss.backward()
@@ -223,10 +223,12 @@ def said(config: RingConfig) -> list[str]:
     """The line at start, on the first rank."""
     lines: list[str] = []
     log._said.clear()
+    model = remote()
+    hf_ring_attn.configure(model, config)
     with mock.patch.object(log._logger(), "info", lines.append):
-        sharded = hf_ring_attn.shard(tokens(23), config=config)
+        sharded = hf_ring_attn.shard(tokens(23), model=model)
         with sharded:
-            remote()(**sharded.inputs)
+            model(**sharded.inputs)
     return lines
 
 

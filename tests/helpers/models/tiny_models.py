@@ -68,6 +68,14 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
     "mistral": ("MistralForCausalLM", {"sliding_window": 7}, "sdpa"),
     "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 7, "query_pre_attn_scalar": 8}, "eager"),
     "gemma3": ("Gemma3ForCausalLM", {"sliding_window": 7, "query_pre_attn_scalar": 8}, "eager"),
+    "gemma3 both ways": (
+        "Gemma3ForCausalLM",
+        {"sliding_window": 7, "query_pre_attn_scalar": 8, "use_bidirectional_attention": True},
+        "eager",
+    ),
+    "bert": (
+        "BertLMHeadModel", {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}, "sdpa",
+    ),
     "gemma3n": (
         "Gemma3nForCausalLM",
         {

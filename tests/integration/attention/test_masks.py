@@ -24,7 +24,7 @@ from hf_ring_attn import errors
 from hf_ring_attn.integration.attention.function import ring_attention_forward
 from hf_ring_attn.integration.attention.masks import CHUNKS_BY_POSITION, needed_parameters, ring_mask
 from hf_ring_attn.integration.context.batch_context import MaskSpec
-from hf_ring_attn.integration.context.mask_functions import Combined, SameGroup, looks_ahead, recognise
+from hf_ring_attn.integration.context.mask_functions import Combined, SameGroup, recognise
 from hf_ring_attn.integration.patching.changes import render
 from hf_ring_attn.sharding.mask import BIDIRECTIONAL, CAUSAL, Band
 
@@ -220,23 +220,3 @@ def test_expressions() -> None:
     assert recognise(masking_utils.sliding_window_bidirectional_mask_function(3)) == Band(-3, 3)
     packed = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(PACKED > 3), window)
     assert recognise(packed) == Combined("all", (SameGroup("documents"), Band(0, WINDOW - 1)))
-
-
-@pytest.mark.parametrize(
-    ("function", "ahead"),
-    [
-        (masking_utils.causal_mask_function, False),
-        (masking_utils.bidirectional_mask_function, True),
-        (masking_utils.sliding_window_bidirectional_mask_function(3), True),
-        (masking_utils.chunked_causal_mask_function(3, torch.zeros(1)), False),
-        (masking_utils.chunked_overlay(3, torch.zeros(1)), True),
-        (masking_utils.packed_sequence_mask_function(PACKED), True),
-        (
-            masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(PACKED)),
-            False,
-        ),
-    ],
-)
-def test_which_masks_look_ahead(function: Maker, ahead: bool) -> None:
-    """Labels of such a model are no causal language model's, so its sharded loss is refused."""
-    assert looks_ahead(recognise(function)) is ahead

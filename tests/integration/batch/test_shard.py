@@ -377,3 +377,9 @@ def share_over_an_axis() -> tuple[list[int], bool]:
 
 def test_an_axis_of_a_mesh_is_a_ring(ranks: Ranks) -> None:
     assert ranks(4).run(share_over_an_axis) == [([2, rank % 2], True) for rank in range(4)]
+
+
+def test_a_loss_of_gathered_outputs_is_for_trainers() -> None:
+    """It was ignored, and the line at start said that the loss was gathered."""
+    with pytest.raises(errors.BadOption, match=r"loss='gathered' .* 'auto', 'chunked' or 'sharded' for shard"):
+        share(tokens(23), RingConfig(loss="gathered"))

@@ -52,6 +52,8 @@ RUNS = [
     Run(why="tokens not averaged over devices", rows=PROMPTS, arguments={"average_tokens_across_devices": False}),
     Run(why="sliding window", model="mistral", rows=PROMPTS),
     Run(why="softcap", model="gemma2", rows=PROMPTS),
+    Run(why="a causal loss of tokens that see later ones", model="bert", rows=PROMPTS),
+    Run(why="a window both ways", model="gemma3 both ways", rows=Rows(shortest=9, pad_to="left", labelled="all")),
     Run(why="sinks and experts", model="gpt_oss", rows=PROMPTS),
     Run(why="an indexer without gradients, decayed weights", model="deepseek_v32", arguments={"weight_decay": 0.5}),
     Run(why="LoRA in an indexer, too", model="glm_moe_dsa", lora="all-linear", rows=Rows(packed=True, length=31)),

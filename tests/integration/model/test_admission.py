@@ -82,11 +82,6 @@ FORWARDS = [
         text="its MoE auxiliary loss is not a known one, so it is not exact on one rank's tokens; set output_router",
     ),
     Forward(
-        why="labels of a model that attends both ways", kind="Gemma3ForCausalLM",
-        config={"use_bidirectional_attention": True, "sliding_window": 7}, error="LossNotSharded",
-        text="the loss of a model with bidirectional attention (masked LM, encoders) cannot be computed exactly",
-    ),
-    Forward(
         why="a causal mask that sdpa drops for none", kind="Gemma2ForCausalLM",
         config={"use_bidirectional_attention": True, "sliding_window": 7}, error="UnsupportedArgument",
         text="Gemma2Attention called attention with is_causal=False: its mask is causal, but transformers' sdpa drops",
@@ -95,11 +90,6 @@ FORWARDS = [
         why="labels of a masked language model", kind="BertForMaskedLM", error="UnnamedModel",
         config=BERT,
         text="the loss of BertForMaskedLM, which is no causal language model's, cannot be computed exactly from one",
-    ),
-    Forward(
-        why="a causal loss behind attention that sees both ways", kind="BertLMHeadModel", error="LossNotSharded",
-        config=BERT,
-        text="the loss of a model with bidirectional attention (masked LM, encoders) cannot be computed exactly",
     ),
     Forward(
         why="labels of tokens", kind="LlamaForTokenClassification", error="UnnamedModel",

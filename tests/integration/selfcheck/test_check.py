@@ -336,6 +336,7 @@ def test_the_line_at_start_tells(ranks: Ranks) -> None:
     line = "ring of 2: 12 of 23 tokens a rank, kernel reference, backward ring by messages, loss sharded; self-check "
     assert ranks(2).run(jobs.said, RingConfig()) == [[line + "passed"], []]
     assert ranks(2).run(jobs.said, OFF) == [[line + "off"], []]
+    assert ranks(2).run(jobs.said, RingConfig(loss="gathered")) == [[line + "passed"], []]  # which is for a trainer
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
