@@ -188,6 +188,8 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
         UnsupportedModel: with the name of the first weight that DDP awaits, if it is known.
         RanksDiffer: DDP was told not to average, and gradients differ.
     """
+    if any(_steps_inside(wrapper, optimizer) for wrapper in list(_WRAPPED)):
+        return
     for wrapper, wrapped in list(_WRAPPED.items()):
         if wrapped.awaits:  # a backward whose end was not seen, or none
             _LOCAL.setdefault(wrapper, (Ring.of(wrapper.process_group), _LATE if wrapped.has_late else _UNSEEN))
@@ -205,8 +207,7 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
             weights = dict(wrapper.named_parameters())
             theirs = set(map(id, weights.values()))
             mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in theirs]
-            # torch's own optimizers inside the backward step once the gradients of their weights are averaged.
-            if not mine or hasattr(mine[0], "_in_backward_optimizers"):
+            if not mine:
                 continue
             lacking = (n for n, x in weights.items() if id(x) in seen and (x.grad is None or not x.requires_grad))
             name = next(lacking, "").removeprefix("module.")
@@ -218,6 +219,16 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
                     "backward; if this loss does not use some weights, set ddp_find_unused_parameters=True"
                 ],
             ) from None
+
+
+def _steps_inside(wrapper: Any, optimizer: Optimizer) -> bool:
+    """Returns True if DDP itself steps an optimizer, once it has averaged (`_apply_optimizer_in_backward`).
+
+    Its reducer is locked then: a question to it would never return.
+    """
+    if all(hook.__name__ != "apply_optim_in_backward_hook" for hook, _ in wrapper._comm_hooks):
+        return False
+    return any(optimizer in getattr(x, "_in_backward_optimizers", ()) for x in wrapper.parameters())
 
 
 _NO_SYNC = (

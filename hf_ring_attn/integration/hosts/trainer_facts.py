@@ -55,9 +55,17 @@ def refuse_past_fused_head(trainer: Any) -> None:
         raise errors.HeadReadPastFsdp(introspect.name_of(trainer.model))
 
 
+_INSIDE = (
+    "it updates weights inside the backward, by the gradient of one rank's tokens. Take an optimizer that updates them "
+    "later"
+)
+
+
 def refuse_loss(trainer: Any, options: Any) -> None:
     """Refuses a model or a loss before the first step, when the trainer is complete."""
     admission.refuse_always(trainer.model)
+    if trainer.accelerator.has_lomo_optimizer:
+        raise errors.UnsupportedOption("LOMO", _INSIDE)
     if gives_whole_rows(trainer):  # to the head, and to whatever computes a loss of its output
         return
     if is_a(trainer, "RewardTrainer"):

@@ -192,6 +192,14 @@ class Linear(nn.Module):
 # ---- Trainers --------------------------------------------------------------------------------------------------------
 
 
+class WithLomo(Trainer):
+    """As with optim="lomo", whose package is not installed here."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.has_lomo_optimizer = True
+
+
 class OwnLoss(Trainer):
     """Each rank takes a mean over its own labels."""
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 import hf_ring_attn
+from hf_ring_attn.testing import relative_error
 from tests.helpers.checks import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
 from tests.helpers.jobs.runs import Mesh, Run
@@ -173,6 +177,41 @@ def outcome_of_steps_inside() -> str:
 
 def test_optimizers_that_step_inside_the_backward_are_refused(ranks: Ranks) -> None:
     assert ranks(2).run(outcome_of_steps_inside) == ["UnsupportedModel"] * 2
+
+
+def weight_of_steps_by_ddp(in_ring: bool, late: bool) -> tuple[str, Tensor]:
+    """What a loop is refused with whose optimizers step inside the backward; a weight after three steps.
+
+    Args:
+        late: they are set after DDP's first forward, so torch's hooks step them, before DDP has averaged.
+    """
+    model: Any = tiny("llama", "ring_fp32").train()
+    wrapped = DistributedDataParallel(model) if in_ring else model
+
+    def run(batches: int, trains: bool) -> None:
+        for _ in range(batches):
+            with torch.set_grad_enabled(trains), hf_ring_attn.shard(tokens(23)) as sharded:
+                loss = wrapped(**sharded.inputs).loss
+            if trains:
+                loss.backward()
+
+    run(int(late), trains=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
+    # Without a GPU torch 2.13's DDP fails to ask for the stream of such steps.
+    with mock.patch.object(torch.accelerator, "current_stream"):
+        raised = attempt(run, 3, True)
+    return "" if raised is None else raised[0], model.lm_head.weight.detach()
+
+
+def test_optimizers_that_ddp_steps_inside_its_backward(ranks: Ranks) -> None:
+    """The first step asked DDP's reducer, which was locked, and hung."""
+    _, want = weight_of_steps_by_ddp(in_ring=False, late=False)
+    for error, got in ranks(2).run(weight_of_steps_by_ddp, True, False):
+        assert error == "" and relative_error(got, want) < 1e-6
+
+
+def test_optimizers_that_torch_steps_before_ddp_has_averaged(ranks: Ranks) -> None:
+    assert [error for error, _ in ranks(2).run(weight_of_steps_by_ddp, True, True)] == ["RanksDiffer"] * 2
 
 
 # ---- gradients that DDP was told not to average ----------------------------------------------------------------------

@@ -24,7 +24,6 @@ BERT = {"attention_probs_dropout_prob": 0.0}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 97}
 NO_INTERFACE = "its code does not use transformers' attention interface, so its attention would stay on each rank"
 GATHERED_INSTEAD = "cannot be computed exactly from one rank's tokens. Use hf_ring_attn.configure("
-IN_A_LOOP = "cannot be computed exactly from one rank's tokens. If the model pools rows, set its loss_type="
 
 FORWARDS = [
     Forward(
@@ -199,14 +198,13 @@ TRAININGS = [
         text="label_smoothing_factor is not possible with ring_fp32: LlamaForCausalLM has accepts_loss_kwargs=False",
     ),
     Training(
+        why="an optimizer that steps inside the backward", kind=jobs.WithLomo, error="UnsupportedOption",
+        text="LOMO is not possible with ring_fp32: it updates weights inside the backward, by the gradient of one rank",
+    ),
+    Training(
         why="compute_loss_func", run=Run(why="", loss_function=True, ring=RingConfig(loss="sharded")),
         error="LossNotSharded",
         text=f"compute_loss_func {GATHERED_INSTEAD}",
-    ),
-    Training(
-        why="a causal loss behind attention that sees both ways", model="BertLMHeadModel", config=BERT,
-        error="LossNotSharded",
-        text=f"the loss of a model with bidirectional attention (masked LM, encoders) {IN_A_LOOP}",
     ),
     Training(
         why="an encoder and a decoder, whose labels are others than its tokens", model="T5ForConditionalGeneration",
