@@ -18,7 +18,7 @@ import torch
 from ..context import ring_random
 from ..context.mesh import ring_enabled, ring_of_process
 from ..patching.changes import Patch
-from .own_methods import HOSTS, is_own
+from .program_methods import HOSTS, is_own
 
 
 def average_each_batch(trainer: Any) -> None:

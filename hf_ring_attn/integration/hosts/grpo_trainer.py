@@ -73,7 +73,7 @@ def _refuse(host: Any) -> None:
     trainer_facts.refuse_trainer(host)
     trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
     if not getattr(host, "ring_fp32_exact", False):
-        ring_overrides.count_rings(host, _SEE_ROWS)
+        ring_overrides.wrap_overrides(host, _SEE_ROWS)
     admission.refuse_always(host.model)
     if host.args.use_transformers_continuous_batching:
         named = f"{type(host).__name__} with use_transformers_continuous_batching"

@@ -22,6 +22,7 @@ from ... import errors
 from ..batch.loss_graph import refuse_past_outputs
 from ..context import batch_context
 from ..patching.modules import Replaced
+from .program_methods import Given, Named, is_own, stand_in
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
 from .trainer_overrides import BY_CALLS
 
@@ -31,8 +32,6 @@ COUNT = "num_items_in_batch"
 EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_step")
 SAMPLER = "_get_train_sampler"
 
-_ours: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The functions made here. Not an attribute of them: a program's own wrapper would copy it."""
 _steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
 """Trainers whose own training_step does not call Trainer's."""
 
@@ -54,7 +53,7 @@ def as_ranks(trainer: Any) -> Iterator[None]:
         yield
 
 
-def count_rings(trainer: Any, group: Any) -> None:
+def wrap_own_methods(trainer: Any, group: Any) -> None:
     """Lets a sampler of the program's own, its compute_loss and evaluations count rings where no batch is sharded.
 
     Args:
@@ -63,11 +62,10 @@ def count_rings(trainer: Any, group: Any) -> None:
     if group is None:
         return
     for name in (*EVALUATIONS, SAMPLER):
-        if is_own(trainer, name) and name not in vars(trainer):
-            _stand_in(trainer, name, _sample if name == SAMPLER else _evaluate)
-    is_known = type(trainer).compute_loss.__module__.startswith(("transformers.", "trl."))
-    if not is_known and "compute_loss" not in vars(trainer):
-        _stand_in(trainer, "compute_loss", functools.partial(_compute_loss, group.size()))
+        if is_own(trainer, name):
+            stand_in(trainer, name, _sample if name == SAMPLER else _evaluate)
+    if is_own(trainer, "compute_loss"):
+        stand_in(trainer, "compute_loss", functools.partial(_compute_loss, group.size()))
 
 
 def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]], size: int) -> None:
@@ -76,29 +74,8 @@ def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager
     Args:
         calls: makes the context of a trainer and a model in which its calls are sharded. size: of the ring.
     """
-    if vars(trainer).get("training_step") not in _ours and is_own(trainer, "training_step"):
-        _stand_in(trainer, "training_step", functools.partial(_training_step, size, calls))
-
-
-def _stand_in(trainer: Any, name: str, run: Callable[..., Any]) -> None:
-    """Puts a function in place of a trainer's method.
-
-    Args:
-        run: called with the trainer, its method, and the method's arguments as a tuple and a dict.
-    """
-    own, kind, of = vars(trainer).get(name), type(trainer), weakref.ref(trainer)  # else each would keep the other alive
-
-    @functools.wraps(getattr(kind, name) if own is None else own)
-    def method(*given: Any, **named: Any) -> Any:
-        host = of()
-        return run(host, functools.partial(getattr(kind, name), host) if own is None else own, given, named)
-
-    _ours.add(method)
-    setattr(trainer, name, method)
-
-
-Given = tuple[Any, ...]
-Named = dict[str, Any]
+    if is_own(trainer, "training_step"):
+        stand_in(trainer, "training_step", functools.partial(_training_step, size, calls))
 
 
 def _evaluate(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
@@ -167,18 +144,3 @@ def hosts_step(trainer: Any, call: Callable[[Any], Any], count: Any, size: int) 
 def steps_by_itself(trainer: Any) -> bool:
     """Returns True if the program's own training_step trains on whole rows, by a compute_loss of its own."""
     return trainer in _steps_by_itself and is_own(trainer, "compute_loss")
-
-
-def is_own(one: Any, method: str) -> bool:
-    """Returns True if ``one`` has this method from the program, not from its host."""
-    place = next((cls for cls in type(one).__mro__ if method in vars(cls)), None)
-    return method in vars(one) or (place is not None and not place.__module__.startswith(HOSTS))
-
-
-HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
-
-
-def set_by_program(trainer: Any) -> Any:
-    """The compute_loss that a program set on the trainer itself; None if it set none."""
-    own = vars(trainer).get("compute_loss")
-    return None if own in _ours else own

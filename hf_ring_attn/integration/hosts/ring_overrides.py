@@ -6,8 +6,8 @@ accelerate's functions count rings, as in TRL's own methods, and all ranks of a 
 
 from __future__ import annotations
 
+import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -21,44 +21,33 @@ from ..context.mesh import ring_of_process
 from ..patching.changes import installed
 from ..patching.modules import Replaced
 from . import rings_as_processes as rings
+from .program_methods import Given, Named, set_on, stand_in
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"gather": rings.gather, "gather_object": rings.gather_object}
 
 
-def count_rings(trainer: Any, methods: tuple[str, ...]) -> None:
-    """Lets overrides of ``methods`` in a trainer's class count rings.
+def wrap_overrides(trainer: Any, methods: tuple[str, ...]) -> None:
+    """Lets overrides of ``methods`` in a trainer's class run once for each ring.
 
     Raises:
         UnknownTrainer: a method was set on the trainer itself.
     """
     kind = type(trainer)
     for method in methods:
-        own = vars(trainer).get(method)
-        if isinstance(own, _OfRing):
-            continue
-        if own is not None:
+        if set_on(trainer, method) is not None:
             raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
         if _overrides(kind, method):
-            setattr(trainer, method, _OfRing(trainer, method))
+            stand_in(trainer, method, functools.partial(_once_for_each_ring, method))
 
 
-class _OfRing:
-    """Calls the override of a trainer's class once for each ring."""
-
-    def __init__(self, trainer: Any, method: str) -> None:
-        self._trainer = weakref.ref(trainer)  # else each would keep the other alive
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trainer: Any = self._trainer()
-        override, ring = getattr(type(trainer), self._method), ring_of_process()
-        if not installed() or ring.size == 1:
-            return override(trainer, *args, **kwargs)
-        with ExitStack() as stack:
-            stack.enter_context(rings.rings_as_processes(trainer))
-            for replaced in _functions_of_rings(type(trainer), self._method):
-                stack.enter_context(replaced)
-            return of_first_rank(trainer, self._method, lambda: override(trainer, *args, **kwargs))
+def _once_for_each_ring(name: str, trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+    if ring_of_process().size == 1:
+        return method(*given, **named)
+    with ExitStack() as stack:
+        stack.enter_context(rings.rings_as_processes(trainer))
+        for replaced in _functions_of_rings(type(trainer), name):
+            stack.enter_context(replaced)
+        return of_first_rank(trainer, name, lambda: method(*given, **named))
 
 
 def of_first_rank(trainer: Any, method: str, call: Callable[[], Any]) -> Any:
@@ -76,25 +65,15 @@ def of_first_rank(trainer: Any, method: str, call: Callable[[], Any]) -> Any:
 
 
 def know_rings(trainer: Any, method: str) -> None:
-    """Lets ``method`` of a trainer's class, the host's or an override, count rings, on each rank by itself."""
-    if method not in vars(trainer):
-        setattr(trainer, method, _KnowsRings(trainer, method))
+    """Lets ``method`` of a trainer, the host's or an override, know the number of rings, on each rank by itself."""
+    stand_in(trainer, method, _knowing_rings)
 
 
-class _KnowsRings:
-    """Calls a method of a trainer's class while its accelerator counts rings."""
-
-    def __init__(self, trainer: Any, method: str) -> None:
-        self._trainer = weakref.ref(trainer)
-        self._method = method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trainer: Any = self._trainer()
-        method = getattr(type(trainer), self._method)
-        if not installed() or ring_of_process().size == 1:
-            return method(trainer, *args, **kwargs)
-        with rings.rings_as_processes(trainer, rings.RingsCounted):
-            return method(trainer, *args, **kwargs)
+def _knowing_rings(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+    if ring_of_process().size == 1:
+        return method(*given, **named)
+    with rings.rings_as_processes(trainer, rings.RingsCounted):
+        return method(*given, **named)
 
 
 def _overrides(kind: type, method: str) -> list[type]:

@@ -22,7 +22,7 @@ from ..gradients import fsdp
 from ..log import warn
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
-from . import between_batches, logged_numbers, own_methods, samplers, trainer_overrides
+from . import between_batches, logged_numbers, own_methods, program_methods, samplers, trainer_overrides
 from .label_smoothing import smoothed, smoothed_in_model
 from .preserved_trainer import preserved_trainer, restoring
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
@@ -104,11 +104,11 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
             with counted, trainer.compute_loss_context_manager():
                 return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
 
-    kind, own = type(trainer), own_methods.set_by_program(trainer)
+    kind, own = type(trainer), program_methods.set_on(trainer, "compute_loss")
     functions = (kind.compute_loss, own, trainer.compute_loss_func)
     # By identity: a dataclass has no hash. The model's record must not keep alive what may hold the model.
     key: tuple[Any, ...] = tuple(None if one is None else WeakIdRef(one) for one in (trainer, *functions))
-    if own is None and kind.compute_loss.__module__.startswith(("transformers.", "trl.")):
+    if not program_methods.is_own(trainer, "compute_loss"):
         return TrialStep(loss, trains, "", key)
     # A term may begin at a later step, so a program's own loss is tried again at the steps 1, 2, 4, 8, ...
     return TrialStep(loss, trains, f"{kind.__name__}.compute_loss", (*key, trainer.state.global_step.bit_length()))
@@ -231,7 +231,7 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
             own_methods.hosts_step, self, functools.partial(original, self, model, inputs), num_items_in_batch,
             group.size(),
         )  # fmt: skip
-        restore = restoring(self) if self not in _STEPPED and own_methods.is_own(self, "compute_loss") else None
+        restore = restoring(self) if self not in _STEPPED and program_methods.is_own(self, "compute_loss") else None
         try:
             loss = step()
         except NEEDS_WHOLE_ROWS as error:  # the self-check's rows had no such difference

@@ -45,7 +45,7 @@ def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer by its class and its arguments."""
     trainer_overrides.refuse_unknown(trainer)
     trainer_overrides.check_override(trainer, shards_batches)
-    own_methods.count_rings(trainer, group_of(trainer))
+    own_methods.wrap_own_methods(trainer, group_of(trainer))
     liger_arguments.leave_loss_to_ring(trainer.args)
 
 

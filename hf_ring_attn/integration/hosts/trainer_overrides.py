@@ -18,6 +18,7 @@ from ... import errors
 from ..context.introspect import unwrapped
 from ..context.tracked_input import version_of
 from ..patching.changes import Patch, installed
+from .program_methods import Given, Named, owner_of, set_on, stand_in, stands_in
 
 OF_WHOLE_ROWS = {
     "trl.experimental.orpo.orpo_trainer:ORPOTrainer", "trl.experimental.cpo.cpo_trainer:CPOTrainer",
@@ -52,9 +53,10 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
     if getattr(trainer, "ring_fp32_exact", False):
         return
     for method in methods:
-        if method in vars(trainer):
+        if set_on(trainer, method) is not None:
             raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
-        place = next(cls for cls in kind.__mro__ if method in vars(cls))
+        place = owner_of(kind, method)
+        assert place is not None
         ours = f"{place.__module__}:{place.__qualname__}.{method}" in installed()
         if getattr(kind, method) is not getattr(Trainer, method, None) and not ours:
             raise errors.UnknownTrainer(kind.__name__, f"{place.__qualname__}.{method}")
@@ -86,8 +88,8 @@ def patch_prepare(host: str, shards: Callable[[Any], bool], prepare: Prepare) ->
             if vars(self).get(BY_CALLS):  # an evaluation, which has begun
                 return nullcontext, inputs
             begin_training(self, model)
-            override = getattr(self, PREPARE)
-            if not isinstance(override, _CheckedOverride):
+            override = _CHECKED.get(self)
+            if override is None:
                 if not _is_exact(self):  # it runs now, and nobody looks at what it returns
                     raise errors.UnknownTrainer(type(self).__name__, _place(self))
                 return prepare(self, model, inputs)
@@ -107,11 +109,12 @@ def check_override(trainer: Any, shards: Callable[[Any], bool]) -> None:
     Raises:
         UnknownTrainer: the override was set on the trainer itself.
     """
-    if isinstance(vars(trainer).get(PREPARE), _CheckedOverride) or _is_exact(trainer):
+    if stands_in(trainer, PREPARE) or _is_exact(trainer):
         return
-    if PREPARE in vars(trainer):
+    if set_on(trainer, PREPARE) is not None:
         raise errors.UnknownTrainer(type(trainer).__name__, f"the trainer's own {PREPARE}")
-    setattr(trainer, PREPARE, _CheckedOverride(trainer, shards))
+    _CHECKED[trainer] = _CheckedOverride(shards)
+    stand_in(trainer, PREPARE, _CHECKED[trainer])
 
 
 class _CheckedOverride:
@@ -121,25 +124,28 @@ class _CheckedOverride:
     override's answer is the patched method's.
     """
 
-    def __init__(self, trainer: Any, shards: Callable[[Any], bool]) -> None:
-        self._trainer = weakref.ref(trainer)  # else each would keep the other alive
+    def __init__(self, shards: Callable[[Any], bool]) -> None:
         self._shards = shards
         self.noted: tuple[list[Any], tuple[Any, Any], list[Any]] | None = None
         """The arguments of the patched method, its result, and the contents of that."""
 
-    def __call__(self, model: nn.Module, inputs: Any) -> Any:
-        trainer, given = self._trainer(), _contents((model, inputs))
-        returned = getattr(type(trainer), PREPARE)(trainer, model, inputs)
-        if not installed() or not self._shards(trainer) or vars(trainer).get(BY_CALLS):
+    def __call__(self, trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+        before = _contents((*given, *named.values()))
+        returned = method(*given, **named)
+        if not self._shards(trainer) or vars(trainer).get(BY_CALLS):
             return returned
         noted, self.noted = self.noted, None
         if noted is not None:
             took, made, contents = noted
             # The step knows its share by identity, so an equal dict would not do.
             is_same = isinstance(returned, tuple) and len(returned) == 2 and all(map(operator.is_, returned, made))
-            if is_same and _same(given, took) and _same(_contents(made), contents):
+            if is_same and _same(before, took) and _same(_contents(made), contents):
                 return returned
         raise errors.InputsNotHandedOn(type(trainer).__name__, _place(trainer))
+
+
+_CHECKED: weakref.WeakKeyDictionary[Any, _CheckedOverride] = weakref.WeakKeyDictionary()
+"""The checks that stand in for overrides, by trainer."""
 
 
 def _is_exact(trainer: Any) -> bool:
@@ -150,7 +156,8 @@ def _is_exact(trainer: Any) -> bool:
 
 
 def _place(trainer: Any) -> str:
-    cls = next(cls for cls in type(trainer).__mro__ if PREPARE in vars(cls))
+    cls = owner_of(type(trainer), PREPARE)
+    assert cls is not None
     return f"{cls.__qualname__}.{PREPARE}"
 
 

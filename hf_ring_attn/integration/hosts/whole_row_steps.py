@@ -22,7 +22,7 @@ from ..log import warn
 from ..losses import kinds
 from ..model import admission
 from ..patching.modules import Replaced
-from . import own_methods, trainer_overrides
+from . import own_methods, program_methods, trainer_overrides
 from .rings_as_processes import rings_as_processes
 from .trainer_facts import (
     gives_whole_rows,
@@ -45,8 +45,8 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     """
     loss = options_of_batches(model).loss
     smooths = trainer.label_smoother is not None and is_a(trainer, "SFTTrainer")  # by logits, which others do not need
-    is_own = own_methods.is_own(trainer, "compute_loss") and not takes_count(trainer)
-    is_own = is_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
+    has_own = program_methods.is_own(trainer, "compute_loss") and not takes_count(trainer)
+    has_own = has_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
     is_of_whole_rows = any(f"{cls.__module__}:{cls.__name__}" in OF_WHOLE_ROWS for cls in type(trainer).__mro__)
     found = _OF_WHOLE_ROWS.get(trainer, {})
     was_found = True in found or model.training in found
@@ -54,7 +54,7 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
         return True
     if own_methods.steps_by_itself(trainer):  # an evaluation
         return not gives_whole_rows(trainer)
-    if loss == "auto" and (is_own or smooths):
+    if loss == "auto" and (has_own or smooths):
         return not gives_whole_rows(trainer)
     return any(_is_of_other_rows(name, x) for name, x in whole.items())
 

@@ -6,6 +6,7 @@ Nothing is set: each is trained and evaluated as in one process.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -87,6 +88,14 @@ class TimesProcesses(Trainer):
         else:
             loss = total / num_items_in_batch * self.args.world_size
         return (loss, out) if return_outputs else loss
+
+
+class SetOnItself(Trainer):
+    """Its loss is set on the trainer itself, not on its class."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.compute_loss = MethodType(TimesProcesses.compute_loss, self)  # type: ignore[method-assign]
 
 
 class GroupsByLength(Trainer):
@@ -183,6 +192,7 @@ RUNS = [
     replace(RUN, why="its own counts", kind=Counts),
     replace(RUN, why="its own counts, not averaged", kind=Counts, arguments=ALONE),
     replace(RUN, why="times the processes of its arguments", kind=TimesProcesses, arguments=ACCUMULATED),
+    replace(RUN, why="times the processes, set on the trainer", kind=SetOnItself, arguments=ACCUMULATED),
     replace(RUN, why="a sampler that counts processes", kind=GroupsByLength, rows=replace(PADDED, count=12)),
     replace(RUN, why="a sampler that deals out rows", kind=DealsByHand, rows=replace(PADDED, count=16)),
     replace(RUN, why="its own step, by its own loss", kind=StepsByItsLoss),

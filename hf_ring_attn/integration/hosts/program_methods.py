@@ -1,0 +1,75 @@
+"""The methods of a trainer that are the program's own, and functions that stand in for methods."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..patching.changes import installed
+
+HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
+"""Modules whose methods are known here."""
+
+Given = tuple[Any, ...]
+Named = dict[str, Any]
+
+_stand_ins: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The functions that stand in for methods. Not an attribute of them: a program's own wrapper would copy it."""
+
+
+def owner_of(kind: type, method: str) -> type | None:
+    """The class from which ``kind`` has a method; None: it has no such method."""
+    return next((cls for cls in kind.__mro__ if method in vars(cls)), None)
+
+
+def is_own(one: Any, method: str) -> bool:
+    """Returns True if ``one`` has this method from the program, not from its host."""
+    if set_on(one, method) is not None:
+        return True
+    owner = owner_of(type(one), method)
+    if owner is None:
+        return False
+    made_in = getattr(vars(owner)[method], "__module__", None) or owner.__module__  # a program may set it on a class
+    return not (owner.__module__.startswith(HOSTS) and made_in.startswith(HOSTS))
+
+
+def set_on(one: Any, method: str) -> Any:
+    """The method that a program set on an object itself; None if it set none."""
+    found = vars(one).get(method)
+    return found.replaced if _is_ours(found) else found
+
+
+def stands_in(one: Any, method: str) -> bool:
+    """Returns True if a function of ours stands in for a method."""
+    return _is_ours(vars(one).get(method))
+
+
+def _is_ours(function: Any) -> bool:
+    return any(function is one for one in _stand_ins)  # by identity: a program's may have no hash
+
+
+Run = Callable[[Any, Callable[..., Any], Given, Named], Any]
+"""Calls a method of a trainer: of the trainer, the method, and the method's arguments as a tuple and a dict."""
+
+
+def stand_in(trainer: Any, method: str, run: Run) -> None:
+    """Lets a function stand in for a trainer's method, which it gets. Without our patches it calls the method alone.
+
+    Args:
+        run: what it calls.
+    """
+    if stands_in(trainer, method):
+        return
+    own, kind, of = set_on(trainer, method), type(trainer), weakref.ref(trainer)  # else each would keep the other alive
+
+    @functools.wraps(getattr(kind, method) if own is None else own)
+    def function(*given: Any, **named: Any) -> Any:
+        host = of()
+        original = functools.partial(getattr(kind, method), host) if own is None else own
+        return run(host, original, given, named) if installed() else original(*given, **named)
+
+    function.replaced = own  # type: ignore[attr-defined]
+    _stand_ins.add(function)
+    setattr(trainer, method, function)
