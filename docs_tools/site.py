@@ -75,12 +75,17 @@ def llms(name: str, about: str, nav: list[Any], source: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def entries(nav: list[Any]) -> list[tuple[str, str | None]]:
-    """(title, page) of each entry; (title, None) of a section, before its pages."""
+def entries(nav: list[Any], above: str = "") -> list[tuple[str, str | None]]:
+    """(title, page) of each entry; (title, None) of a section, before its pages. ``above``: the section around them."""
     found: list[tuple[str, str | None]] = []
     for entry in nav:
         ((title, value),) = entry.items()
-        found += [(title, value)] if isinstance(value, str) else [(title, None), *entries(value)]
+        if isinstance(value, str):
+            found.append((title, value))
+            continue
+        section = f"{above}: {title}" if above else title
+        has_pages = any(isinstance(page, str) for one in value for page in one.values())
+        found += [*([(section, None)] if has_pages else []), *entries(value, section)]
     return found
 
 

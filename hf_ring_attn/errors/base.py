@@ -24,7 +24,7 @@ class RingAttentionError(Exception):
 
 
 class Refused(RingAttentionError, ValueError):
-    """Something this package cannot do exactly. Raised before the first training step, with what to do instead.
+    """Something this package cannot do exactly. Mostly raised before the first training step; says what to do.
 
     Attributes:
         in_loss: a trainer's compute_loss raised it, before any backward.

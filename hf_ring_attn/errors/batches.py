@@ -206,6 +206,17 @@ class NothingToCheck(Refused):
         )
 
 
+class FeaturesSplit(Refused):
+    """Features take the places of tokens by an order that a rank's tokens do not have. ``names``: of inputs."""
+
+    def __init__(self, model: str, names: list[str]) -> None:
+        super().__init__(
+            f"self-check: {model} differs in a ring once its row has the batch's own placeholders: it fills them from "
+            f"{names} in order, and a rank holds a part of them. Name such inputs pixel_values or input_features, and "
+            "let get_decoder() return an inner text model with its own config: then rows are sharded at its input."
+        )
+
+
 class PooledOutput(Refused):
     """An output without an entry for each token differs from one process's."""
 
@@ -312,8 +323,8 @@ class UnsupportedTrainer(Refused):
     def __init__(self, trainer: str) -> None:
         super().__init__(
             f"{trainer} is not supported in a ring yet: its loss compares whole sequences, or models, and a rank holds "
-            "a part of each sequence. Use it without a ring (cp_size=1). In one run transformers.Trainer and TRL's "
-            "trainers for SFT, DPO, KTO, ORPO, CPO, TPO, rewards, GRPO, RLOO and distillation."
+            "a part of each sequence. Use it without a ring (cp_size=1). In a ring use transformers.Trainer or TRL's "
+            "trainers for SFT, DPO, KTO, ORPO, CPO, TPO, online DPO, rewards, GRPO, RLOO, distillation and GKD."
         )
 
 

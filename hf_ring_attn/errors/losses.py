@@ -116,3 +116,36 @@ class LossWithoutLabels(Refused):
             "inputs (such as start_positions), and the mean of such losses is not the whole row's. Give a causal "
             "language model the targets as labels [B, S]; else call it in hf_ring_attn.whole_rows(model)."
         )
+
+
+class PooledLoss(Refused):
+    """A trainer's own compute_loss, without labels, reads pooled rows from one rank's tokens. ``what``: its loss."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} cannot be computed exactly from one rank's tokens. If it compares tokens with targets, give the "
+            "targets as labels. If it pools rows, hf_ring_attn.configure(model, RingConfig(loss='gathered')): then "
+            "compute_loss gets whole rows; in your own loop call the model in hf_ring_attn.whole_rows(model)."
+        )
+
+
+class PastOutputs(Refused):
+    """A loss of whole rows uses states of a rank's tokens, which a hook or an attribute took out of the model."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the loss uses states from inside a model that a hook, or an attribute of a module, took out: those of one "
+            "rank's tokens, where the model returns whole rows. Let the model return them, as by "
+            "output_hidden_states=True or as another output of its forward."
+        )
+
+
+class GradientOfState(Refused):
+    """A program asks for the gradient of a loss by a state inside a model, which its later layers read."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__(
+            f"the program asks for the gradient of its loss by {output}, but later layers of the model read each "
+            "rank's part of that, so what comes through them would be missing. Take it by the model's inputs_embeds, "
+            "or by outputs from which the model computes no others, such as logits."
+        )

@@ -120,7 +120,7 @@ def without_labels_on_a_rank() -> Inputs:
 
 def by_the_guide(batch: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss that loops compute of a rank's logits, in the words of the guide, and its gradients."""
-    code = next(code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "cross_entropy" in code)
+    code = next(code for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "shift_labels" in code)
     model = tiny("llama", "ring_fp32").double()
     names: Inputs = {"torch": torch, "hf_ring_attn": hf_ring_attn, "model": model, "batch": batch}
     exec(code, names)
