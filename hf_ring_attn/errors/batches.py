@@ -155,7 +155,8 @@ class SelfCheckRaised(Refused):
         )
 
 
-_OWN_FORWARD = "Remove hooks that clip gradients, and means over a rank's tokens. Else "
+_UNCHECKED = "hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it unchecked, at your own risk."
+_OWN_FORWARD = f"Remove hooks that clip gradients, and means over a rank's tokens; else please report it. {_UNCHECKED}"
 
 
 class GradientDiffers(Refused):
@@ -167,11 +168,8 @@ class GradientDiffers(Refused):
         super().__init__(
             f"the self-check tried a step of {model} on a random row, in one process and in a ring of {ring_size}: the "
             f"losses agree, but the gradients of {weight} differ by {error:.1e} (rounding: {tolerance:.1e}). "
-            f"{OWN_TERM if own else _OWN_FORWARD + 'p' + SELF_CHECK_TODO[1:]}"
+            f"{OWN_TERM if own else _OWN_FORWARD}"
         )
-
-
-_UNCHECKED = "hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it unchecked, at your own risk."
 
 
 class SelfCheckNotRun(Refused):

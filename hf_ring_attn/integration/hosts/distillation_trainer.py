@@ -167,6 +167,8 @@ def _compute_share(original: Callable[..., Any]) -> Callable[..., Any]:
         context = batch_context.current()
         if context is None:
             return original(self, unwrapped_student, inputs, num_items_in_batch)
+        if num_items_in_batch is not None and not self.args.average_tokens_across_devices:
+            num_items_in_batch = num_items_in_batch / context.ring.size  # a rank's part of the ring's
         counted = context.state(_Share).inputs["shift_labels"].ne(IGNORED).long()
         if num_items_in_batch is None:  # the mean over the batch, not over a rank's tokens
             num_items_in_batch = _scored(inputs).sum().clamp(min=1) / context.ring.size

@@ -3,8 +3,9 @@
 A training_step may call models with the whole rows that it has, so these calls are sharded. What Trainer's own step
 calls is sharded before.
 
-The loss of a rank's tokens times the number of processes is right, since gradients are averaged. Of whole rows it is
-the number of rings. So a method of whole rows has an accelerator that counts rings, and counts of tokens of its ring.
+Multiply a loss of one rank's tokens by the number of processes, since gradients are averaged, and a loss of whole rows
+by the number of rings. So methods of whole rows have an accelerator that counts rings. Counts of tokens are those of
+one process, but in a loss of one rank's tokens (`OF_RANK`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from .program_methods import Given, Named, is_own, stand_in
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
 from .trainer_overrides import BY_CALLS
 
-OF_RINGS = "_hf_ring_attn_of_rings"
-"""The attribute of a trainer in a method whose counts of tokens are those of its ring."""
+OF_RANK = "_hf_ring_attn_of_rank"
+"""The attribute of a trainer in a loss of the program's own of a rank's tokens. There a count of tokens that is not
+averaged over devices is a rank's part, so that the mean of the ranks' losses is the loss of their ring."""
 COUNT = "num_items_in_batch"
 EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_step")
 SAMPLER = "_get_train_sampler"
@@ -37,17 +39,10 @@ _steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def as_one_process(trainer: Any) -> Iterator[None]:
-    """Lets a method of a trainer run as in one process for each ring."""
-    with rings_as_processes(trainer), Replaced(trainer, OF_RINGS, True):
-        yield
-
-
-@contextmanager
 def as_ranks(trainer: Any) -> Iterator[None]:
-    """Lets a host's method run on each rank as by itself, though one of the program's calls it."""
+    """Restores the numbers of processes and of tokens for a host's method that one of the program's calls."""
     with processes_counted(trainer), ExitStack() as stack:
-        for name in (OF_RINGS, BY_CALLS):
+        for name in (OF_RANK, BY_CALLS):
             if name in vars(trainer):
                 stack.callback(vars(trainer).__setitem__, name, vars(trainer).pop(name))
         yield
@@ -65,21 +60,21 @@ def wrap_own_methods(trainer: Any, group: Any) -> None:
         if is_own(trainer, name):
             stand_in(trainer, name, _sample if name == SAMPLER else _evaluate)
     if is_own(trainer, "compute_loss"):
-        stand_in(trainer, "compute_loss", functools.partial(_compute_loss, group.size()))
+        stand_in(trainer, "compute_loss", _compute_loss)
 
 
-def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]], size: int) -> None:
+def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:
     """Lets a training_step of the program's own call models with whole rows.
 
     Args:
-        calls: makes the context of a trainer and a model in which its calls are sharded. size: of the ring.
+        calls: makes the context of a trainer and a model in which its calls are sharded.
     """
     if is_own(trainer, "training_step"):
-        stand_in(trainer, "training_step", functools.partial(_training_step, size, calls))
+        stand_in(trainer, "training_step", functools.partial(_training_step, calls))
 
 
 def _evaluate(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
-    with as_one_process(trainer):
+    with rings_as_processes(trainer):
         return method(*given, **named)
 
 
@@ -88,57 +83,52 @@ def _sample(trainer: Any, method: Callable[..., Any], given: Given, named: Named
         return method(*given, **named)
 
 
-def _compute_loss(size: int, trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+def _compute_loss(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
     context, by_calls = batch_context.current(), BY_CALLS in vars(trainer)
     is_sharded = context is not None and not context.whole_head and not by_calls
-    is_trial = isinstance(trainer.accelerator, RingsCounted) and not by_calls
-    if is_sharded or is_trial or OF_RINGS in vars(trainer):
+    if is_sharded or (isinstance(trainer.accelerator, RingsCounted) and not by_calls):
         try:
-            return method(*given, **named)
+            if context is None or trainer.args.average_tokens_across_devices:  # then the count is of all processes
+                return method(*given, **named)
+            given, named = _of_rank(method, given, named, context.ring.size)
+            with Replaced(trainer, OF_RANK, True):
+                return method(*given, **named)
         except errors.Refused as error:
             error.in_loss = True
             raise
-    given, named = _of_ring(trainer, "compute_loss", method, given, named, size)
-    with as_one_process(trainer):
+    with rings_as_processes(trainer):
         result = method(*given, **named)
     if by_calls:
         refuse_past_outputs(result[0] if isinstance(result, tuple) else result)
     return result
 
 
-def _training_step(
-    size: int, calls: Callable[[Any, Any], AbstractContextManager[Any]], trainer: Any, method: Callable[..., Any],
-    given: Given, named: Named,
-) -> Any:  # fmt: skip
-    given, named = _of_ring(trainer, "training_step", method, given, named, size)
-    _steps_by_itself.add(trainer)  # until Trainer's own is called
-    with as_one_process(trainer), calls(trainer, given[0] if given else named["model"]):
-        return method(*given, **named)
-
-
-def _of_ring(
-    trainer: Any, name: str, method: Callable[..., Any], given: Given, named: Named, size: int
-) -> tuple[Given, Named]:
-    """Arguments of a trainer's ``method``, called ``name``, with the ring's count of tokens, not a rank's part."""
-    if trainer.args.average_tokens_across_devices:  # the count is that of all ranks
-        return given, named
+def _of_rank(method: Callable[..., Any], given: Given, named: Named, size: int) -> tuple[Given, Named]:
+    """Arguments of a compute_loss, with a rank's part of the ring's count of tokens."""
     places = [*inspect.signature(method).parameters]
     if COUNT not in places:  # it has *args
-        places = [*inspect.signature(getattr(Trainer, name)).parameters][1:]
+        places = [*inspect.signature(Trainer.compute_loss).parameters][1:]
     if named.get(COUNT) is not None:
-        named = {**named, COUNT: named[COUNT] * size}
+        named = {**named, COUNT: named[COUNT] / size}
     elif COUNT in places[: len(given)] and given[at := places.index(COUNT)] is not None:
-        given = (*given[:at], given[at] * size, *given[at + 1 :])
+        given = (*given[:at], given[at] / size, *given[at + 1 :])
     return given, named
 
 
-def hosts_step(trainer: Any, call: Callable[[Any], Any], count: Any, size: int) -> Any:
-    """Calls Trainer's own training_step with its count of tokens, perhaps from one of the program's."""
+def _training_step(
+    calls: Callable[[Any, Any], AbstractContextManager[Any]], trainer: Any, method: Callable[..., Any], given: Given,
+    named: Named,
+) -> Any:  # fmt: skip
+    _steps_by_itself.add(trainer)  # until Trainer's own is called
+    with rings_as_processes(trainer), calls(trainer, given[0] if given else named["model"]):
+        return method(*given, **named)
+
+
+def hosts_step(trainer: Any, call: Callable[[], Any]) -> Any:
+    """Calls Trainer's own training_step, perhaps from one of the program's."""
     _steps_by_itself.discard(trainer)
-    if OF_RINGS in vars(trainer) and count is not None and not trainer.args.average_tokens_across_devices:
-        count = count / size
     with as_ranks(trainer):
-        return call(count)
+        return call()
 
 
 def steps_by_itself(trainer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a trainer's methods on the side: restores its metrics, its counters and its loss's, and gathers nothing."""
+"""Runs a trainer's methods as a trial: sends no messages, then restores the state of the trainer and of its losses."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Ranks of a ring hold the same rows. A host that numbers processes, or gathers a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -102,6 +103,7 @@ def rings_as_processes(
         state = getattr(arguments, STATE, None)
         if state is not None and not isinstance(state, RingsCounted):  # trainers may share their arguments
             stack.enter_context(Replaced(arguments, STATE, of_arguments(state, counted.ring_size)))
+            stack.enter_context(Replaced(trainer, CP_SIZE, _one))  # by which Trainer divides the arguments' number
         yield
 
 
@@ -113,11 +115,19 @@ def processes_counted(trainer: Any) -> Iterator[None]:
             one = getattr(owner, name, None)
             if isinstance(one, RingsCounted):
                 stack.enter_context(Replaced(owner, name, one.of_processes))
+        if vars(trainer).get(CP_SIZE) is _one:
+            stack.enter_context(Replaced(trainer, CP_SIZE, functools.partial(type(trainer).get_cp_size, trainer)))
         yield
+
+
+def _one() -> int:
+    return 1
 
 
 STATE = "distributed_state"
 """The attribute of TrainingArguments with the number of processes."""
+CP_SIZE = "get_cp_size"
+"""Trainer's method that returns the size of a ring."""
 
 
 def once_per_ring(everyone: Any, ring_size: int) -> Any:

@@ -19,7 +19,7 @@ from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import own_methods, prediction, trainer_facts
 from .gather_for_metrics import gather_sums_per_ring
-from .rings_as_processes import RingsCounted, rings_as_processes
+from .rings_as_processes import rings_as_processes
 
 _STEPS = "current_gradient_accumulation_steps"
 """SFTTrainer's divisor of the auxiliary loss of experts, if it gets a count of tokens."""
@@ -34,32 +34,25 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         num_items_in_batch: Any = None,
     ) -> Any:
         context, group = batch_context.current(), trainer_facts.group_of(self)
-        averaged = self.args.average_tokens_across_devices
         if context is None:
             if group is None:
                 return original(self, model, inputs, return_outputs, num_items_in_batch)
-            is_part = own_methods.OF_RINGS not in vars(self)
-            if num_items_in_batch is not None and not averaged and is_part:  # the rows are whole
-                num_items_in_batch = num_items_in_batch * group.size()
             with rings_as_processes(self):
                 return original(self, model, inputs, return_outputs, num_items_in_batch)
-        is_trial = isinstance(self.accelerator, RingsCounted)  # of a whole row
-        ring_size = context.ring.size if group is None or is_trial else group.size()
         trainer_facts.refuse_past_fused_head(self)
         one_mean = not self.model.training  # in training all batches of a step have one mean
+        is_part = own_methods.OF_RANK in vars(self)
         made = {**context.state(MadeInputs), **inputs}
         if num_items_in_batch is None and (count := made.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False, and for a subclass that leaves the count out: SFTTrainer would
             # divide by this rank's count of labels.
-            num_items_in_batch, one_mean, ring_size = count * _multiplied(self), True, context.ring.size
+            num_items_in_batch, one_mean, is_part = count * _multiplied(self), True, True
         accelerator, tokens = self.accelerator, self._total_train_tokens
         # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.
-        shared = num_items_in_batch is not None and not averaged
+        shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
         times = context.ring.size if shared else 1
         context.state(AuxiliaryLoss).factor = 1 / times
-        count = num_items_in_batch
-        if count is not None and (shared or context.ring.size != ring_size):  # else the trial step's whole row
-            count = count * ring_size / (1 if shared else context.ring.size)
+        count = num_items_in_batch * times if shared and is_part else num_items_in_batch
         with ExitStack() as replaced:
             if context.ring.size > 1:  # entropy and accuracy are sums over tokens, and a ring's tokens are one row's
                 gather = functools.partial(gather_sums_per_ring, accelerator)
@@ -91,10 +84,11 @@ def _predict(sft: Any, *given: Any) -> Any:
 def _count_of_ring(sft: Any, inputs: dict[str, Any]) -> Any:
     """The count for an evaluation: SFTTrainer's mean is over one data-parallel rank's tokens, here over one ring's.
 
-    It cancels SFTTrainer's multiplication by the number of processes, and the mean over the ring.
+    It cancels SFTTrainer's multiplication by the number of processes.
     """
     labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
-    return labels.ne(IGNORED).sum() * _multiplied(sft) / sft.get_cp_size()
+    averaged = sft.args.average_tokens_across_devices
+    return labels.ne(IGNORED).sum() * (_multiplied(sft) / sft.get_cp_size() if averaged else 1)
 
 
 def _multiplied(sft: Any) -> int:

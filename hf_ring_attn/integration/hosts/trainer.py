@@ -93,11 +93,9 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
     def loss(model: nn.Module, row: Mapping[str, Any], local: LocalBatch) -> Any:
         sharded, whole = Sharded(*local), dict(row)
-        with preserved_trainer(trainer):
+        with preserved_trainer(trainer), own_methods.as_ranks(trainer):
             items = count(trainer, whole)
             group = group_of(trainer) if local.context.ring.size == 1 else None
-            if group is not None and items is not None and not trainer.args.average_tokens_across_devices:
-                items = items * group.size()  # `_get_num_items_in_batch` gives a rank's part, and this row is whole
             # An override of compute_loss may multiply by the number of processes: whole rows have one for each ring.
             counts = RingsAsProcesses if gives_whole_rows(trainer) else RingsCounted
             counted = nullcontext() if group is None else rings_as_processes(trainer, counts)
@@ -169,15 +167,16 @@ def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             refuse_trainer(self)  # methods may have been set on it since
         if group is not None:
             between_batches.average_each_batch(self)
-            own_methods.shard_calls(self, sharded_calls, group.size())
-        if group is None or self.args.average_tokens_across_devices:
-            with processes_counted(self):  # it divides by the ring size
-                return original(self, batch_samples, device)
+            own_methods.shard_calls(self, sharded_calls)
+        averaged = group is None or self.args.average_tokens_across_devices
         # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.
-        size = group.size()
-        count = original(self, list(batch_samples) * size, device)
-        is_part = isinstance(count, Tensor) and own_methods.OF_RINGS not in vars(self)
-        return count / size if is_part else count
+        samples = batch_samples if averaged else list(batch_samples) * group.size()
+        with processes_counted(self):
+            count = original(self, samples, device)
+        if averaged:
+            return count
+        is_part = isinstance(count, Tensor) and own_methods.OF_RANK in vars(self)
+        return count / group.size() if is_part else count
 
     return _get_num_items_in_batch
 
@@ -195,21 +194,18 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
         if (context is None and group is None) or num_items_in_batch is None or not counts(self):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
-        # As with `shard`, the mean of the ranks' losses is the loss of the whole batch. A trainer that averages over
-        # devices multiplies losses by all ranks: so count and loss are divided by W here.
+        # As with `shard`, the mean of the ranks' losses is the loss of the whole batch.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
-        by_calls, of_rings = (name in vars(self) for name in (trainer_overrides.BY_CALLS, own_methods.OF_RINGS))
-        averaged, counts_rings = self.args.average_tokens_across_devices, isinstance(self.accelerator, RingsCounted)
-        is_whole = counts_rings and (averaged or of_rings or not by_calls)  # its count, too
-        ring_size = 1 if group is None or is_whole else group.size()
-        size = 1 if context is None else context.ring.size
+        by_calls, is_part = (name in vars(self) for name in (trainer_overrides.BY_CALLS, own_methods.OF_RANK))
         if context is None and self.model.training and not by_calls:
             warn(WHOLE_ROWS.format(type(self).__name__))
-        items = num_items_in_batch if averaged else num_items_in_batch * ring_size
-        sharded = context is None or not context.whole_head
-        with smoothed_in_model(self, context) if context is not None and sharded else smoothed(self, model):
-            result = original(self, model, inputs, return_outputs, items / size if sharded else items)
-        times = 1 / ring_size if averaged else 1
+        of_tokens = None if context is None or context.whole_head else context
+        parts = 1 if of_tokens is None or is_part else of_tokens.ring.size
+        with smoothed(self, model) if of_tokens is None else smoothed_in_model(self, of_tokens):
+            result = original(self, model, inputs, return_outputs, num_items_in_batch / parts)
+        # A trainer that averages over devices multiplies losses by their number, here W for each ring.
+        multiplied = self.args.average_tokens_across_devices and not isinstance(self.accelerator, RingsCounted)
+        times = 1 / group.size() if multiplied and group is not None else 1
         if by_calls and context is None:
             refuse_past_outputs(result[0] if return_outputs else result)
         return (result[0] * times, result[1]) if return_outputs else result * times
@@ -228,9 +224,8 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         if group is None:
             return original(self, model, inputs, num_items_in_batch)
         step = functools.partial(
-            own_methods.hosts_step, self, functools.partial(original, self, model, inputs), num_items_in_batch,
-            group.size(),
-        )  # fmt: skip
+            own_methods.hosts_step, self, functools.partial(original, self, model, inputs, num_items_in_batch)
+        )
         restore = restoring(self) if self not in _STEPPED and program_methods.is_own(self, "compute_loss") else None
         try:
             loss = step()

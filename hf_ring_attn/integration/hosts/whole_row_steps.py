@@ -99,10 +99,10 @@ def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False) -> Ite
 
 
 NEEDS_WHOLE_ROWS = (
-    errors.GradientDiffers, errors.LossNotSharded, errors.MeanOfOneRank, errors.OtherInputs, errors.PaddingInLoss,
-    errors.PooledLoss, errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer, errors.RefusedElsewhere,
-    errors.SelfCheckFailed, errors.SelfCheckNotRun, errors.SelfCheckRaised, errors.ShiftedByHand, errors.UnknownOutput,
-    errors.UnshardedInput,
+    errors.GradientDiffers, errors.LayerWithoutSpec, errors.LossNotSharded, errors.MeanOfOneRank, errors.OtherInputs,
+    errors.PaddingInLoss, errors.PooledLoss, errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer,
+    errors.RefusedElsewhere, errors.SelfCheckFailed, errors.SelfCheckNotRun, errors.SelfCheckRaised,
+    errors.ShiftedByHand, errors.UnknownOutput, errors.UnshardedInput,
 )  # fmt: skip
 """Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
 
@@ -133,8 +133,8 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
 
 
 TAKES_WHOLE_ROWS = (
-    "{} {} with losses of whole rows from now on, which take more memory, since one rank's tokens do not give its "
-    'loss: {}. RingConfig(loss="gathered") asks for that from the start; with "chunked" or "sharded" it is refused.'
+    "{} now {} by losses of whole rows, which take more memory: one rank's tokens do not give its loss ({}). "
+    'RingConfig(loss="gathered") asks for that from the start; "chunked" and "sharded" refuse it.'
 )
 
 

@@ -39,8 +39,8 @@ class Origin(Share):
     """One output of a model for each of a rank's tokens.
 
     Args:
-        on_some_ranks: a loss may be computed from it on some ranks only, as a value head's where a rank has marked
-            tokens; its gradient is there on all of them, by way of later layers.
+        on_some_ranks: some ranks may compute a loss from it, and others none: that of a value head needs marked tokens,
+            which a rank may lack. All ranks have its gradient, which later layers pass on.
         arrives: called in each backward that arrives at it.
 
     Attributes:

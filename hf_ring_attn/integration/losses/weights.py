@@ -98,10 +98,11 @@ def divisor_of(call: Call) -> float | Tensor | None:
 
 
 def summaries(in_sums: list[Tensor], each: list[Tensor], rows: int, tokens: int, device: torch.device) -> Tensor:
-    """[1 + `MOST_EACH`, `SUMMARY`] float64: summaries of weights in all sums and means, and of those of each token.
+    """Summarizes the weights by which a loss adds up numbers of tokens: [1 + `MOST_EACH`, `SUMMARY`] float64.
 
-    A summary has the sum of weights; of rows their sums, and the only weight beside 0 of each (times the row's number,
-    so that one number stands for all rows); and different weights beside 0, in order. nan: there is none.
+    The first summary is that of all sums and means, the others are those of ``each``. A summary has the sum of the
+    weights; the sum of each row's weights; the only weight of a row that is not 0 (times the row's number, so that one
+    number stands for all rows); and the different weights that are not 0, in order. nan stands for what is missing.
 
     Args:
         each: gradients of numbers of tokens, [B * T] or of fewer tokens.

@@ -40,7 +40,8 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
 
     Args:
         running: the model is running already.
-        as_one: as if it was compiled as a whole: the loss that it returns has the value, not those that it computes.
+        as_one: treat the model like one that is compiled as a whole: the loss that it returns gets the batch's value,
+            and no loss inside it does.
     """
     loss_gradients.finish()  # of the batch before, if no optimizer stepped since
     # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.

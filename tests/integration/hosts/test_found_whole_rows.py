@@ -98,6 +98,37 @@ class SetOnItself(Trainer):
         self.compute_loss = MethodType(TimesProcesses.compute_loss, self)  # type: ignore[method-assign]
 
 
+class Twice(Trainer):
+    """R-Drop as its authors wrote it: each row is there twice in one call."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
+        out = model(**twice)
+        first, second = out.logits.log_softmax(-1).chunk(2)
+        labelled = inputs["labels"] != -100
+        apart = F.kl_div(0.9 * first, second, log_target=True, reduction="none").sum(-1)
+        loss = out.loss + (apart * labelled).sum() / labelled.sum()
+        return (loss, {"loss": loss, "logits": out.logits[: len(labelled)]}) if return_outputs else loss
+
+
+class OneLayerMore(Trainer):
+    """Multi-token prediction: a layer of its own, called without a mask, reads states and the next tokens."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out, inner = model(**inputs, output_hidden_states=True), self.accelerator.unwrap_model(model)
+        states = out.hidden_states[-1][:, :-1] + inner.get_input_embeddings()(inputs["input_ids"][:, 1:])
+        places = torch.arange(states.shape[1])[None]
+        angles = inner.model.rotary_emb(states, places)
+        states = inner.model.layers[-1](states, position_ids=places, position_embeddings=angles)
+        logits, labels = inner.lm_head(states)[:, :-1], inputs["labels"][:, 2:]
+        loss = out.loss + 0.3 * F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return (loss, {"loss": loss, "logits": out.logits}) if return_outputs else loss
+
+
 class GroupsByLength(Trainer):
     """LLaVA's sampler: the rows of a step of all processes are of about one length."""
 
@@ -107,6 +138,15 @@ class GroupsByLength(Trainer):
         lengths = [int((torch.tensor(row["labels"]) != -100).sum()) for row in rows]
         groups = [range(at, min(at + size, len(rows))) for at in range(0, len(rows), size)]
         return [index for group in groups for index in sorted(group, key=lambda index: -lengths[index])]
+
+
+class GroupsByStep(GroupsByLength):
+    """As many rows are grouped, by Trainer's own number."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        of_a_step = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        assert self.get_total_train_batch_size(self.args) == of_a_step
+        return super()._get_train_sampler(train_dataset)
 
 
 class DealsByHand(Trainer):
@@ -186,6 +226,14 @@ RUNS = [
     replace(RUN, why="a mean of real tokens", kind=losses.Explores),
     replace(RUN, why="padding trimmed", kind=own.TrimsALoss),
     replace(RUN, why="labels hidden", kind=HidesLabels),
+    replace(RUN, why="each row twice", kind=Twice),
+    replace(
+        RUN, why="each row twice, packed", kind=Twice, rows=Rows(packed=True), evaluated=Rows(packed=True, count=5)
+    ),
+    replace(
+        RUN, why="a layer more", kind=OneLayerMore, rows=Rows(), evaluated=Rows(count=5, seed=2),
+        arguments={"ddp_find_unused_parameters": False},
+    ),
     replace(RUN, why="weights by places", kind=jobs.Weighs, arguments=ACCUMULATED),
     replace(RUN, why="its own step, by the model's loss", kind=StepsByTheModel, arguments=ACCUMULATED),
     replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),
@@ -194,6 +242,7 @@ RUNS = [
     replace(RUN, why="times the processes of its arguments", kind=TimesProcesses, arguments=ACCUMULATED),
     replace(RUN, why="times the processes, set on the trainer", kind=SetOnItself, arguments=ACCUMULATED),
     replace(RUN, why="a sampler that counts processes", kind=GroupsByLength, rows=replace(PADDED, count=12)),
+    replace(RUN, why="a sampler of a step's rows", kind=GroupsByStep, rows=replace(PADDED, count=12)),
     replace(RUN, why="a sampler that deals out rows", kind=DealsByHand, rows=replace(PADDED, count=16)),
     replace(RUN, why="its own step, by its own loss", kind=StepsByItsLoss),
     replace(RUN, why="by choice, not averaged", kind=Named, arguments=ALONE, ring=RingConfig(loss="gathered")),
