@@ -134,15 +134,25 @@ def _sources() -> tuple[_Source, ...]:
     return (*_HOST, _GPUS) if torch.cuda.is_initialized() else _HOST
 
 
+def restoring() -> Callable[[], None]:
+    """A function that restores the process's generators."""
+    saved = [(source, source.get()) for source in _sources()]
+
+    def restore() -> None:
+        for source, state in saved:
+            source.put(state)
+
+    return restore
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restores the process's generators on exit."""
-    saved = [(source, source.get()) for source in _sources()]
+    restore = restoring()
     try:
         yield
     finally:
-        for source, state in saved:
-            source.put(state)
+        restore()
 
 
 @contextmanager

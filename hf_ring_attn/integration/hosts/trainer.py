@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.weak import WeakIdRef
 from ...comm.ring import Ring, world_size
 from ..batch.loss_graph import refuse_past_outputs
 from ..batch.shard import SentNumbers, Sharded, shard_for
-from ..context import batch_context, model_record
+from ..context import batch_context, model_record, ring_random
 from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp
@@ -226,23 +225,22 @@ def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
         step = functools.partial(
             own_methods.hosts_step, self, functools.partial(original, self, model, inputs, num_items_in_batch)
         )
-        restore = restoring(self) if self not in _STEPPED and program_methods.is_own(self, "compute_loss") else None
+        is_own = program_methods.is_own(self, "compute_loss")
+        restores = [restoring(self), ring_random.restoring()] if is_own else []
         try:
             loss = step()
         except NEEDS_WHOLE_ROWS as error:  # the self-check's rows had no such difference
-            if restore is None or not error.in_loss:
+            if not (is_own and error.in_loss):
                 raise
             take_whole_rows(self, model, error)
-            restore()
+            for restore in restores:
+                restore()
             loss = step()
-        _STEPPED.add(self)
         return Ring.of(group).mean(loss)
 
     return training_step
 
 
-_STEPPED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Trainers that made a step."""
 WHOLE_ROWS = (
     "{} computes a loss outside of its ring: its training_step does not call Trainer's, so every rank computes whole "
     "rows. That is exact, but saves no memory. Override compute_loss instead."

@@ -216,7 +216,7 @@ def watch(
         if looks and batch_context.current() is context:  # else the self-check's row, or another batch
             _refuse_others(model, args, given, context, _has_loss(output))
             if context.config.self_check and context.text is None:
-                check_tokens(model, given, context.state(TrackedInputs))
+                check_tokens(model, given, context.state(TrackedInputs), context)
             _mark_caches(output)
             if context.state(TrialStep).loss is None and not context.gathers_logits:  # the self-check tries no loss
                 output = hand_out(output, context)

@@ -11,8 +11,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from ... import errors
+from ..context.batch_context import BatchContext
 from ..context.introspect import is_dtensor, loss_models_of, name_of
 from ..context.tracked_input import TrackedInput
+from ..context.trial_step import TrialStep
 from ..log import warn
 
 CHANGED = (
@@ -27,12 +29,16 @@ STEPS = 64
 """The most steps from embeddings to a model's input through which a gradient is followed."""
 
 
-def check_tokens(model: nn.Module, given: Mapping[str, Any], tracked: Mapping[str, TrackedInput]) -> None:
+def check_tokens(
+    model: nn.Module, given: Mapping[str, Any], tracked: Mapping[str, TrackedInput], context: BatchContext
+) -> None:
     """Warns if a call of ``model`` has other tokens than the batch. ``tracked``: the batch's inputs.
 
     Raises:
-        OtherInputs: embeddings of some tokens were made of those of others.
+        OtherInputs: embeddings of some tokens were made of those of others. In a trainer's own loss also for other ids,
+            whatever they were made of: such a loss gets whole rows, unless its options say otherwise.
     """
+    gets_whole_rows = bool(context.state(TrialStep).name) and context.config.loss == "auto"
     for name in ("input_ids", "inputs_embeds"):
         x, own = given.get(name), tracked.get(name)
         if not isinstance(x, Tensor):
@@ -40,7 +46,13 @@ def check_tokens(model: nn.Module, given: Mapping[str, Any], tracked: Mapping[st
         if own is None:
             changed = name == "inputs_embeds" and "input_ids" in tracked and not _embeds(model, tracked["input_ids"], x)
         else:
-            changed = not own.is_(x) and not own.equals(x)
+            is_same = own.is_(x)  # on every rank, or on none: they run one program
+            changed = not is_same and not own.equals(x)
+            if name == "input_ids" and gets_whole_rows and not is_same:
+                refusal = errors.OtherInputs(name_of(model), [], [name]) if changed else None
+                if refusal is not None:
+                    refusal.everywhere = True
+                context.ring.agree({}, context.ring.small_device(x.device), failure=refusal)
         if changed and name == "inputs_embeds" and _mixes(x):
             raise errors.OtherInputs(name_of(model), [], [f"{name} (mixed tokens)"])
         if changed:

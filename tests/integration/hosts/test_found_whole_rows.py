@@ -129,6 +129,32 @@ class OneLayerMore(Trainer):
         return (loss, {"loss": loss, "logits": out.logits}) if return_outputs else loss
 
 
+class FeedsItself(Trainer):
+    """Scheduled sampling: some tokens are what the model predicts from the tokens before them."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        ids, labels = inputs["input_ids"], inputs.pop("labels")
+        with torch.no_grad():
+            predicted = model(**inputs).logits.argmax(-1).roll(1, 1)
+        mixed = ids.where((ids % 3 != 0) | (torch.arange(ids.shape[1]) == 0), predicted)
+        inputs = {**inputs, "input_ids": mixed, "labels": labels}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class HidesWords(Trainer):
+    """Word dropout, from the third step on, of words at random."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        ids = inputs["input_ids"]
+        if self.state.global_step > 1 and model.training:
+            inputs = {**inputs, "input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.1, 7)}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
 class GroupsByLength(Trainer):
     """LLaVA's sampler: the rows of a step of all processes are of about one length."""
 
@@ -234,6 +260,8 @@ RUNS = [
         RUN, why="a layer more", kind=OneLayerMore, rows=Rows(), evaluated=Rows(count=5, seed=2),
         arguments={"ddp_find_unused_parameters": False},
     ),
+    replace(RUN, why="tokens that it predicted", kind=FeedsItself),
+    replace(RUN, why="tokens that it hides later", kind=HidesWords, steps=4),
     replace(RUN, why="weights by places", kind=jobs.Weighs, arguments=ACCUMULATED),
     replace(RUN, why="its own step, by the model's loss", kind=StepsByTheModel, arguments=ACCUMULATED),
     replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Trainer
 
 import hf_ring_attn
+from hf_ring_attn import RingConfig
 from hf_ring_attn.errors import OtherInputs
 from hf_ring_attn.integration.model import changed_tokens
 from tests.helpers.jobs.comparison import Ranks
@@ -140,9 +141,9 @@ class Hides(Trainer):
         return super().compute_loss(model, {**inputs, "input_ids": ids.masked_fill(like, 7)}, *args, **kwargs)
 
 
-def said_by(kind: type[Trainer]) -> list[str]:
+def said_by(kind: type[Trainer], loss: Any) -> list[str]:
     with launched(Mesh(cp=2)), a_folder(None) as folder, mock.patch.object(changed_tokens, "warn") as warn:
-        run = Run(why="", steps=1)
+        run = Run(why="", steps=1, ring=RingConfig(loss=loss))
         rows = run.rows.make()
         for row in rows:
             row["input_ids"][9] = row["input_ids"][8]
@@ -150,6 +151,7 @@ def said_by(kind: type[Trainer]) -> list[str]:
         return [str(call.args[0]) for call in warn.call_args_list]
 
 
-def test_a_trainer_too(ranks: Ranks) -> None:
-    assert all(any("input_ids" in text for text in said) for said in ranks(2).run(said_by, Hides))
-    assert ranks(2).run(said_by, Trainer) == [[], []]
+def test_a_trainer_says_so_if_its_loss_must_not_be_of_whole_rows(ranks: Ranks) -> None:
+    assert all(any("input_ids" in text for text in said) for said in ranks(2).run(said_by, Hides, "sharded"))
+    assert ranks(2).run(said_by, Hides, "auto") == [[], []]
+    assert ranks(2).run(said_by, Trainer, "sharded") == [[], []]
