@@ -182,10 +182,13 @@ class TiedByFsdp(Refused):
 
 
 class OtherCheckpoint(Refused):
-    def __init__(self, checkpoint: str) -> None:
+    """``by_fsdp``: FSDP saved the checkpoint, and the run has none; else it is the other way round."""
+
+    def __init__(self, checkpoint: str, by_fsdp: bool) -> None:
+        saved, run, needed = ("by", "without", "with") if by_fsdp else ("without", "with", "without")
         super().__init__(
-            f"{checkpoint} was saved without FSDP (its optimizer is in optimizer.pt), and FSDP cannot read it. Resume "
-            "with a launch config without FSDP, or start a new run from its weights: from_pretrained(checkpoint)."
+            f"{checkpoint} was saved {saved} FSDP, and a run {run} FSDP cannot read its optimizer. Resume with a "
+            f"launch config {needed} FSDP, or start a new run from its weights: from_pretrained(checkpoint)."
         )
 
 

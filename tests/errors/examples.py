@@ -52,6 +52,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "SelfCheckFailed": [{"where": ""}, {"where": "model.layers.0.self_attn"}],
     "SelfCheckRaised": [{"error": "IndexError: index 64 is out of bounds"}],
+    "OtherCheckpoint": [{"by_fsdp": False}, {"by_fsdp": True}],
     "GradientDiffers": [{"own": False}, {"own": True}],
     "SelfCheckNotRun": [
         {"rows": 1, "error": "KeyError: 'position_ids'", "untested": []},

@@ -85,20 +85,27 @@ def _chosen_by_all(asked: Checkpoint, folder: str, by_fsdp: bool) -> Checkpoint:
     """Calls `checkpoint_to_resume`, and checks that all ranks of the job chose the same.
 
     Raises:
-        OtherCheckpoint: FSDP is to read it, and did not write it.
+        OtherCheckpoint: FSDP is to read it, and did not write it; or the other way round.
         RefusedElsewhere: on a rank that could resume, if another cannot. RanksDiffer: ranks chose other checkpoints.
     """
     world = Ring.of(None)
     failure, found = None, asked
     try:
         found = checkpoint_to_resume(asked, folder)
-        if by_fsdp and not isinstance(found, bool) and (Path(found) / "optimizer.pt").exists():
-            raise errors.OtherCheckpoint(str(found))
+        if not isinstance(found, bool) and _reads_other(Path(found), by_fsdp):
+            raise errors.OtherCheckpoint(str(found), not by_fsdp)
     except errors.Refused as error:
         failure = error
     facts = {"the checkpoint to resume from": str(found) if isinstance(found, bool) else Path(found).name}
     world.agree(facts, world.small_device(CPU), TODO, failure, doing="chose a checkpoint")
     return found
+
+
+def _reads_other(checkpoint: Path, by_fsdp: bool) -> bool:
+    """Returns True if the other kind of run saved a checkpoint's optimizer: without FSDP, or by it."""
+    of_ddp = (checkpoint / "optimizer.pt").exists()
+    of_fsdp = (checkpoint / "optimizer.bin").exists() or (checkpoint / "optimizer_0").is_dir()
+    return of_ddp if by_fsdp else of_fsdp and not of_ddp
 
 
 TODO = "Copy the same checkpoint to all nodes, or name one that all have by resume_from_checkpoint."

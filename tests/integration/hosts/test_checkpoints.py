@@ -159,18 +159,24 @@ def test_ranks_that_would_resume_from_other_checkpoints_are_refused(ranks: Ranks
 
 
 @pytest.mark.parametrize("by_fsdp", [True, False])
-def test_fsdp_reads_no_checkpoint_of_others(tmp_path: Path, by_fsdp: bool) -> None:
-    """Its ranks would fail one after another: the first misses a file, the others wait for it."""
+@pytest.mark.parametrize(
+    ("optimizer", "saved_by_fsdp"), [("optimizer.pt", False), ("optimizer.bin", True), ("optimizer_0/shard", True)]
+)
+def test_fsdp_and_others_read_their_own_checkpoints(
+    tmp_path: Path, optimizer: str, saved_by_fsdp: bool, by_fsdp: bool
+) -> None:
+    """FSDP's ranks would fail one after another: the first misses a file, the others wait for it."""
     checkpoint = tmp_path / "checkpoint-2"
-    checkpoint.mkdir()
+    (checkpoint / optimizer).parent.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text("{}")
-    (checkpoint / "optimizer.pt").touch()
+    (checkpoint / optimizer).touch()
     for asked in (True, str(checkpoint)):
-        if by_fsdp:
-            with pytest.raises(errors.OtherCheckpoint, match="was saved without FSDP"):
-                checkpoints._chosen_by_all(asked, str(tmp_path), True)
+        if by_fsdp is saved_by_fsdp:
+            assert checkpoints._chosen_by_all(asked, str(tmp_path), by_fsdp) == str(checkpoint)
         else:
-            assert checkpoints._chosen_by_all(asked, str(tmp_path), False) == str(checkpoint)
+            saved = "by FSDP, and a run without" if saved_by_fsdp else "without FSDP, and a run with"
+            with pytest.raises(errors.OtherCheckpoint, match=saved):
+                checkpoints._chosen_by_all(asked, str(tmp_path), by_fsdp)
 
 
 def refused(folder: str) -> str:
