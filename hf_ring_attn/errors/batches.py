@@ -227,11 +227,18 @@ class PooledOutput(Refused):
 
 
 class LayerWithoutSpec(Refused):
+    """``got``: the type of its mask; "nothing": a program calls the layer by itself."""
+
     def __init__(self, module: str, got: str) -> None:
+        todo = "Leave the mask out, or run without a ring."
+        if got == "nothing":
+            todo = (
+                "Call a layer by itself with whole rows: in a Trainer by RingConfig(loss='gathered'), in a loop inside "
+                "hf_ring_attn.whole_rows(model)."
+            )
         super().__init__(
             f"{module} asked for ring attention with {got} as its mask, inside an active ring. Only masks made by "
-            "transformers.masking_utils from a 2-D mask are exact there, not a 4-D mask or a model's own. Leave the "
-            "mask out, or run without a ring."
+            f"transformers.masking_utils from a 2-D mask are exact there, not a 4-D mask or a model's own. {todo}"
         )
 
 

@@ -59,7 +59,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"rows": 2, "error": "KeyError: 'position_ids'", "untested": ["trl>=1.16,<1.17", "peft>=0.21,<0.22"]},
     ],
     "SelfCheckRowFailed": [{"error": "OutOfMemoryError: CUDA out of memory"}],
-    "LayerWithoutSpec": [{"got": "Tensor"}],
+    "LayerWithoutSpec": [{"got": "Tensor"}, {"got": "nothing"}],
     "MaskIsNoTensor": [{"use": ".shape"}],
     "UnsupportedArgument": [
         {

@@ -147,9 +147,9 @@ def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -
 
 def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
     """The spec of a shard, made from the whole batch: masking_utils' closures hold one rank's shard only."""
-    differ = any(x is not None for x in (context.facts.documents, context.facts.hidden))
-    if differ and batch != context.facts.rows:  # a program may give each row twice
-        raise errors.OtherInputs("a model", [], ["number of rows"])
+    facts = context.facts
+    if batch != facts.rows and (facts.documents is not None or facts.hidden is not None):  # each row twice, for example
+        raise errors.OtherInputs("a model", [], [f"number of rows ({batch} for the batch's {facts.rows})"])
 
     def alike(part: SameGroup) -> Terms:
         if part.kind == "chunks":

@@ -17,9 +17,10 @@ from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
 from ..gradients.backward_end import BackwardEnd
-from ..losses.lazy_logits import with_logits
+from ..losses.lazy_logits import LazyLogits, with_logits
 from ..losses.local_logits import held
 from ..model.experts import AuxiliaryLoss
+from .lazy_whole import LazyWhole
 from .loss_graph import refuse_gradient_of_state
 from .shard import Sharded
 
@@ -63,7 +64,15 @@ def whole_output(
         return type(output)(*several) if hasattr(output, "_fields") else type(output)(several)
     if not isinstance(output, Tensor):
         return None
-    x, local, context = with_logits(held(output), "output of whole rows"), sharded.layout.local_length, sharded.context
+    local, context = sharded.layout.local_length, sharded.context
+    if _is_unmade(mine := held(output)) and not context.whole_head and mine.shape[1] == local and path not in seen.odd:
+
+        def make() -> Tensor:
+            seen.are_read |= torch.is_grad_enabled()  # else in an evaluation
+            return _whole_of_tokens(mine.tensor("gathered"), mine, sharded, path, others)
+
+        return LazyWhole.of(mine, sharded.layout.length, make)
+    x = with_logits(mine, "output of whole rows")
     is_known = path in LOSSES or (path == "aux_loss" and context.state(AuxiliaryLoss).computed)
     if context.whole_head or path in seen.pooled or (x.dim() == 0 and is_known):
         others.ends.append(x.grad_fn)
@@ -72,17 +81,26 @@ def whole_output(
     if path.startswith("router_logits") and x.dim() == 2 and len(x) % local == 0:
         return _compared(gathered(x.unflatten(0, (-1, local)), sharded).flatten(0, 1), sharded)
     if x.dim() >= 2 and x.shape[1] == local and path not in seen.odd:
-        if (known := next((whole for mine, whole in others.made if mine is output), None)) is not None:
-            return known  # the last states may be there twice
-        whole = _compared(gathered(x, sharded), sharded)
-        others.made.append((output, whole))
-        if x.grad_fn is not None and sharded.ring.size > 1:
-            refuse_gradient_of_state(whole, x.grad_fn, others.ends, path or "the output")
-            others.ends.append(x.grad_fn)
-        return whole
+        return _whole_of_tokens(x, output, sharded, path, others)
     if x.requires_grad:
         raise errors.NotOfTokens(path or "a tensor", tuple(x.shape), local)
     return None
+
+
+def _is_unmade(x: Any) -> bool:
+    return isinstance(x, LazyLogits) and x.made is None and x.dim() > 1
+
+
+def _whole_of_tokens(x: Tensor, output: Tensor, sharded: Sharded, path: str, others: Outputs) -> Tensor:
+    """Whole rows of x [B, T, ...], which a model's ``output`` holds."""
+    if (known := next((whole for mine, whole in others.made if mine is output), None)) is not None:
+        return known  # the last states may be there twice
+    whole = _compared(gathered(x, sharded), sharded)
+    others.made.append((output, whole))
+    if x.grad_fn is not None and sharded.ring.size > 1:
+        refuse_gradient_of_state(whole, x.grad_fn, others.ends, path or "the output")
+        others.ends.append(x.grad_fn)
+    return whole
 
 
 def _mapping_like(output: Any, parts: dict[str, Any]) -> Any:

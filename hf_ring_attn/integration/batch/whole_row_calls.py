@@ -29,6 +29,7 @@ from ..context.mesh import find_ring
 from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
+from ..gradients import fsdp
 from ..log import warn
 from ..losses import kinds, whole_heads
 from ..patching.compiler import uncompiled
@@ -301,9 +302,12 @@ def shard_call(
     if fused:
         step = TrialStep(_trial_of_fused, trains, "", (name, FUSED))
         return shard_for(rows, group, options, model, False, step, beside)
-    options = replace(options, loss="sharded") if options.loss in ("auto", "chunked") else options  # logits are read
     head, labelled = whole_heads.needs_whole_rows(model, rows), rows.get("labels") is not None
     shares = labelled and kinds.are_causal(model)
+    # FSDP2 frees the weights of a head, of which logits could not be made later.
+    may_read = not shares or _known(model).are_read or fsdp.is_sharded(model)
+    if options.loss != "sharded":
+        options = replace(options, loss="sharded" if may_read else "auto")
     trial = None if head or shares else TrialStep(_trial, trains, "", (name, "whole rows", labelled))
     return shard_for(rows, group, options, model, not (head or shares), trial, beside, head=head)
 

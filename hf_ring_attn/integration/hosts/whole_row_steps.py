@@ -106,7 +106,7 @@ NEEDS_WHOLE_ROWS = (
 )  # fmt: skip
 """Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
 
-OF_A_RANK = (errors.OtherInputs, errors.SelfCheckRaised, errors.UnshardedInput)
+OF_A_RANK = (errors.LayerWithoutSpec, errors.OtherInputs, errors.SelfCheckRaised, errors.UnshardedInput)
 """Those that one rank may raise alone, inside a forward. Under FSDP2 the others would wait for its weights."""
 
 _OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
@@ -134,7 +134,8 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
 
 TAKES_WHOLE_ROWS = (
     "{} now {} by losses of whole rows, which take more memory: one rank's tokens do not give its loss ({}). "
-    'RingConfig(loss="gathered") asks for that from the start; "chunked" and "sharded" refuse it.'
+    'RingConfig(loss="gathered") asks for that from the start. "chunked" and "sharded" keep the loss of a rank\'s '
+    "tokens, or refuse it."
 )
 
 

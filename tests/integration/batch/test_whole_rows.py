@@ -10,6 +10,7 @@ import torch
 
 import hf_ring_attn
 from hf_ring_attn.testing import relative_error
+from tests.helpers.jobs import one_call_jobs
 from tests.helpers.jobs import whole_call_jobs as jobs
 from tests.helpers.jobs.comparison import Ranks, on_two_or_four
 from tests.helpers.jobs.plain_jobs import packed, padded, tokens
@@ -98,16 +99,25 @@ def test_a_weight_of_a_programs_own_inside_the_model(ranks: Ranks, loss: jobs.Lo
 
 
 def test_a_call_without_a_backward_leaves_other_steps_alone(ranks: Ranks) -> None:
-    assert ranks(2).run(jobs.of_two_ways) == ["", ""]
+    assert ranks(2).run(one_call_jobs.of_two_ways) == ["", ""]
 
 
 @pytest.mark.parametrize("by_grad", [False, True], ids=["backward", "grad"])
 def test_a_call_leaves_attention_without_a_model_alone(ranks: Ranks, by_grad: bool) -> None:
-    assert ranks(2).run(jobs.beside_an_attention, by_grad) == [True, True]
+    assert ranks(2).run(one_call_jobs.beside_an_attention, by_grad) == [True, True]
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates"])
+def test_logits_beside_the_models_loss_are_gathered_once_they_are_read(ranks: Ranks, evaluates: bool) -> None:
+    want = tiny("llama")(**tokens(23)).logits.detach()
+    for words, for_loss, for_shape, logits, next_are_made in ranks(2).run(one_call_jobs.reading, evaluates):
+        assert (words, for_loss, for_shape) == ("chunked", False, False)
+        assert relative_error(logits, want) < 1e-5
+        assert next_are_made is not evaluates
 
 
 def test_a_copy_of_a_model_is_its_own(ranks: Ranks) -> None:
-    for first, second in ranks(2).run(jobs.of_a_copy):
+    for first, second in ranks(2).run(one_call_jobs.of_a_copy):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
 
 
