@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ... import errors
+from ...comm.first_order import first_order_only
+from ...comm.ring import Ring
+from ...layers.collectives import share_of_gradient
+from ...sharding.layout import Layout
 from ..losses.lazy_logits import FACTS, LazyLogits
 
 
@@ -20,13 +23,9 @@ class LazyWhole(Tensor):
     made: Tensor | None
 
     @staticmethod
-    def of(mine: LazyLogits, length: int, make: Callable[[], Tensor]) -> LazyWhole:
-        """Makes them of a rank's lazy logits [B, T, V].
-
-        Args:
-            length: S. make: gathers the logits of all ranks, differentiably.
-        """
-        whole: LazyWhole = _Whole.apply(mine, (mine.shape[0], length, *mine.shape[2:]))  # type: ignore[no-untyped-call]
+    def of(mine: LazyLogits, ring: Ring, layout: Layout, make: Callable[[], Tensor]) -> LazyWhole:
+        """Makes them of a rank's lazy logits [B, T, V]. ``make`` gathers the logits of all ranks, differentiably."""
+        whole: LazyWhole = _GatherLazily.apply(mine, ring, layout)  # type: ignore[no-untyped-call]
         whole.make, whole.made = make, None
         return whole
 
@@ -64,14 +63,18 @@ def _ordinary(x: Any) -> Any:
     return x.tensor() if isinstance(x, LazyWhole) else x
 
 
-class _Whole(torch.autograd.Function):
-    """A rank's lazy logits -> those of whole rows, of no memory. What reads them has another graph."""
+class _GatherLazily(torch.autograd.Function):
+    """A rank's lazy logits -> those of whole rows, of no memory. An `autograd.Function` of them goes backward here."""
 
     @staticmethod
-    def forward(_ctx: Any, mine: LazyLogits, shape: Sequence[int]) -> LazyWhole:
-        made: LazyWhole = Tensor._make_wrapper_subclass(LazyWhole, tuple(shape), dtype=mine.dtype, device=mine.device)
+    def forward(ctx: Any, mine: LazyLogits, ring: Ring, layout: Layout) -> LazyWhole:
+        ctx.ring, ctx.layout = ring, layout
+        ctx.set_materialize_grads(False)
+        shape = mine.shape[0], layout.length, *mine.shape[2:]
+        made: LazyWhole = Tensor._make_wrapper_subclass(LazyWhole, shape, dtype=mine.dtype, device=mine.device)
         return made
 
     @staticmethod
-    def backward(_ctx: Any, *_gradients: Tensor | None) -> Any:
-        raise errors.LogitsNotMade("their gradient came past the functions that read them")
+    @first_order_only("logits that were gathered on demand")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor | None) -> Any:
+        return None if gradient is None else share_of_gradient(gradient, ctx.ring, ctx.layout), None, None

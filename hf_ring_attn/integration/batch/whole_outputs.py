@@ -65,14 +65,18 @@ def whole_output(
     if not isinstance(output, Tensor):
         return None
     local, context = sharded.layout.local_length, sharded.context
-    if _is_unmade(mine := held(output)) and not context.whole_head and mine.shape[1] == local and path not in seen.odd:
+    is_sharded = sharded.ring.size > 1 and not context.whole_head and path not in seen.odd
+    if is_sharded and _is_unmade(mine := held(output)) and mine.shape[1] == local:
 
         def make() -> Tensor:
             seen.are_read |= torch.is_grad_enabled()  # else in an evaluation
             return _whole_of_tokens(mine.tensor("gathered"), mine, sharded, path, others)
 
-        return LazyWhole.of(mine, sharded.layout.length, make)
-    x = with_logits(mine, "output of whole rows")
+        lazy = LazyWhole.of(mine, sharded.ring, sharded.layout, make)
+        with torch._C.DisableTorchFunctionSubclass():
+            note_output(lazy, context)
+            return _compared(lazy, sharded)
+    x = with_logits(held(output), "output of whole rows")
     is_known = path in LOSSES or (path == "aux_loss" and context.state(AuxiliaryLoss).computed)
     if context.whole_head or path in seen.pooled or (x.dim() == 0 and is_known):
         others.ends.append(x.grad_fn)

@@ -305,7 +305,7 @@ def shard_call(
     head, labelled = whole_heads.needs_whole_rows(model, rows), rows.get("labels") is not None
     shares = labelled and kinds.are_causal(model)
     # FSDP2 frees the weights of a head, of which logits could not be made later.
-    may_read = not shares or _known(model).are_read or fsdp.is_sharded(model)
+    may_read = not shares or ring.size == 1 or _known(model).are_read or fsdp.is_sharded(model)
     if options.loss != "sharded":
         options = replace(options, loss="sharded" if may_read else "auto")
     trial = None if head or shares else TrialStep(_trial, trains, "", (name, "whole rows", labelled))

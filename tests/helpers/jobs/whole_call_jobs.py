@@ -44,6 +44,27 @@ def of_the_model(model: Any, batch: Batch) -> Tensor:
     return total
 
 
+class _Squares(torch.autograd.Function):
+    """Mean squares with a backward of its own, as of a fused cross entropy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        found: Tensor = gradients[0] * 2 * x / x.numel()
+        return found
+
+
+def of_a_function(model: Any, batch: Batch) -> Tensor:
+    outputs = model(**batch)
+    total: Tensor = outputs.loss + _Squares.apply(outputs.logits)  # type: ignore[no-untyped-call]
+    return total
+
+
 def of_the_model_alone(model: Any, batch: Batch) -> Tensor:
     total: Tensor = model(**batch).loss
     return total

@@ -37,6 +37,8 @@ CASES = [
     Case("the model's loss and more, DDP", jobs.of_the_model, wrap="DDP"),
     Case("the model's loss and more, FSDP2", jobs.of_the_model, wrap="FSDP2"),
     Case("the model's loss and more, compiled", jobs.of_the_model, wrap="compiled"),
+    Case("the model's loss and a function with a backward of its own", jobs.of_a_function),
+    Case("the model's loss alone", jobs.of_the_model_alone),
     Case("outputs without names", jobs.of_a_tuple),
     Case("two lengths", jobs.of_two_calls),
     Case("two lengths, FSDP2", jobs.of_two_calls, wrap="FSDP2"),
