@@ -28,14 +28,9 @@ class _GatherSequence(torch.autograd.Function):
     @first_order_only("a row that was gathered")
     def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.alike:
-            return share_of_gradient(gradient, ctx.ring, ctx.layout), None, None, None
+            return ctx.layout.shard(ctx.layout.pad(gradient, 1), 1) * ctx.ring.size, None, None, None
         leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(sum_dtype(gradient.dtype))
         return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None, None
-
-
-def share_of_gradient(gradient: Tensor, ring: Ring, layout: Layout) -> Tensor:
-    """A rank's gradient [B, T, ...] of one [B, S, ...] of gathered tokens, which all ranks have: W times its share."""
-    return layout.shard(layout.pad(gradient, 1), 1) * ring.size
 
 
 def gather_sequence(x: Tensor, ring: Ring, layout: Layout, alike: bool = False) -> Tensor:

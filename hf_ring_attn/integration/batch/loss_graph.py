@@ -27,7 +27,7 @@ from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 
 OUTPUTS = {
-    "_GatherSequenceBackward", "_GatherLazilyBackward", "_OfBatchBackward", "_SumOverRingBackward", "_DDPSinkBackward",
+    "_GatherSequenceBackward", "_OfBatchBackward", "_SumOverRingBackward", "_DDPSinkBackward",
 }  # fmt: skip
 """The functions by which a loss may reach into a model: what it returned, also through DDP, its loss, and that of its
 experts."""

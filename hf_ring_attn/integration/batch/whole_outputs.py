@@ -17,10 +17,10 @@ from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
 from ..gradients.backward_end import BackwardEnd
-from ..losses.lazy_logits import LazyLogits, with_logits
+from ..losses.lazy_logits import with_logits
 from ..losses.local_logits import held
+from ..model.call_inputs import is_number
 from ..model.experts import AuxiliaryLoss
-from .lazy_whole import LazyWhole
 from .loss_graph import refuse_gradient_of_state
 from .shard import Sharded
 
@@ -37,6 +37,21 @@ class Outputs:
 
     ends: list[Any] = field(default_factory=list)
     made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Wanted:
+    """A state of a batch: its caller reads the model's loss alone."""
+
+    loss_alone = False
+
+
+def wanted(output: Any, sharded: Sharded) -> Any:
+    """The part of a model's output that the caller reads: nothing else is gathered."""
+    if not sharded.context.state(Wanted).loss_alone:
+        return output
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return _mapping_like(output, {"loss": output["loss"]})
+    return output[:1] if isinstance(output, tuple) and output and is_number(output[0]) else output
 
 
 def whole_output(
@@ -64,19 +79,7 @@ def whole_output(
         return type(output)(*several) if hasattr(output, "_fields") else type(output)(several)
     if not isinstance(output, Tensor):
         return None
-    local, context = sharded.layout.local_length, sharded.context
-    is_sharded = sharded.ring.size > 1 and not context.whole_head and path not in seen.odd
-    if is_sharded and _is_unmade(mine := held(output)) and mine.shape[1] == local:
-
-        def make() -> Tensor:
-            seen.are_read |= torch.is_grad_enabled()  # else in an evaluation
-            return _whole_of_tokens(mine.tensor("gathered"), mine, sharded, path, others)
-
-        lazy = LazyWhole.of(mine, sharded.ring, sharded.layout, make)
-        with torch._C.DisableTorchFunctionSubclass():
-            note_output(lazy, context)
-            return _compared(lazy, sharded)
-    x = with_logits(held(output), "output of whole rows")
+    x, local, context = with_logits(held(output), "output of whole rows"), sharded.layout.local_length, sharded.context
     is_known = path in LOSSES or (path == "aux_loss" and context.state(AuxiliaryLoss).computed)
     if context.whole_head or path in seen.pooled or (x.dim() == 0 and is_known):
         others.ends.append(x.grad_fn)
@@ -85,26 +88,17 @@ def whole_output(
     if path.startswith("router_logits") and x.dim() == 2 and len(x) % local == 0:
         return _compared(gathered(x.unflatten(0, (-1, local)), sharded).flatten(0, 1), sharded)
     if x.dim() >= 2 and x.shape[1] == local and path not in seen.odd:
-        return _whole_of_tokens(x, output, sharded, path, others)
+        if (known := next((whole for mine, whole in others.made if mine is output), None)) is not None:
+            return known  # the last states may be there twice
+        whole = _compared(gathered(x, sharded), sharded)
+        others.made.append((output, whole))
+        if x.grad_fn is not None and sharded.ring.size > 1:
+            refuse_gradient_of_state(whole, x.grad_fn, others.ends, path or "the output")
+            others.ends.append(x.grad_fn)
+        return whole
     if x.requires_grad:
         raise errors.NotOfTokens(path or "a tensor", tuple(x.shape), local)
     return None
-
-
-def _is_unmade(x: Any) -> bool:
-    return isinstance(x, LazyLogits) and x.made is None and x.dim() > 1
-
-
-def _whole_of_tokens(x: Tensor, output: Tensor, sharded: Sharded, path: str, others: Outputs) -> Tensor:
-    """Whole rows of x [B, T, ...], which a model's ``output`` holds."""
-    if (known := next((whole for mine, whole in others.made if mine is output), None)) is not None:
-        return known  # the last states may be there twice
-    whole = _compared(gathered(x, sharded), sharded)
-    others.made.append((output, whole))
-    if x.grad_fn is not None and sharded.ring.size > 1:
-        refuse_gradient_of_state(whole, x.grad_fn, others.ends, path or "the output")
-        others.ends.append(x.grad_fn)
-    return whole
 
 
 def _mapping_like(output: Any, parts: dict[str, Any]) -> Any:

@@ -29,14 +29,13 @@ from ..context.mesh import find_ring
 from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
-from ..gradients import fsdp
 from ..log import warn
 from ..losses import kinds, whole_heads
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 from . import loss_graph
 from .shard import Sharded, shard_for
-from .whole_outputs import kept_logits, of_tokens, weighed, whole_of_fused, whole_output
+from .whole_outputs import Wanted, kept_logits, of_tokens, wanted, weighed, whole_of_fused, whole_output
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -168,7 +167,7 @@ def whole_row_calls(
                 warn(DOCUMENTS_APART)
         if fused:
             return whole_of_fused(output, sharded)
-        whole = whole_output(output, sharded, _known(model))
+        whole = whole_output(wanted(output, sharded), sharded, _known(model))
         names = [name for name in CACHES if name in getattr(type(whole), "__dataclass_fields__", ())]
         if names and isinstance(whole, Mapping) and _makes_cache(model, given):
             whole[names[0]] = NoCache()  # type: ignore[index]
@@ -289,13 +288,14 @@ def _is_own(model: nn.Module) -> bool:
 
 def shard_call(
     model: nn.Module, rows: Mapping[str, Any], group: Any, options: RingConfig, name: str = "",
-    beside: Sequence[nn.Module] = (), fused: bool = False, trains: bool | None = None,
+    beside: Sequence[nn.Module] = (), fused: bool = False, trains: bool | None = None, loss_alone: bool = False,
 ) -> Sharded:  # fmt: skip
     """Shards the whole rows of a model's call.
 
     Args:
         name: of the host's class. beside: other models that will get them. fused: it is for log-probabilities.
         trains: the host sets the model to training mode first; None: it trains if gradients are on.
+        loss_alone: the host reads the model's loss, and no other output.
     """
     trains, ring = torch.is_grad_enabled() if trains is None else trains, find_ring(group)
     rows = {name: mean_gradient(x, ring) if isinstance(x, Tensor) else x for name, x in rows.items()}
@@ -304,12 +304,12 @@ def shard_call(
         return shard_for(rows, group, options, model, False, step, beside)
     head, labelled = whole_heads.needs_whole_rows(model, rows), rows.get("labels") is not None
     shares = labelled and kinds.are_causal(model)
-    # FSDP2 frees the weights of a head, of which logits could not be made later.
-    may_read = not shares or ring.size == 1 or _known(model).are_read or fsdp.is_sharded(model)
-    if options.loss != "sharded":
-        options = replace(options, loss="sharded" if may_read else "auto")
+    makes_logits = options.loss == "sharded" or not (shares and loss_alone)
+    options = replace(options, loss="sharded" if makes_logits else "auto")
     trial = None if head or shares else TrialStep(_trial, trains, "", (name, "whole rows", labelled))
-    return shard_for(rows, group, options, model, not (head or shares), trial, beside, head=head)
+    sharded = shard_for(rows, group, options, model, not (head or shares), trial, beside, head=head)
+    sharded.context.state(Wanted).loss_alone = loss_alone
+    return sharded
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -180,12 +180,10 @@ class SeenOutputs:
 
     Args:
         pooled: without a dim of tokens; they were compared. odd: others of several dims.
-        are_read: a program has read logits of whole rows beside the model's loss.
     """
 
     pooled: set[str] = field(default_factory=set)
     odd: set[str] = field(default_factory=set)
-    are_read: bool = False
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()

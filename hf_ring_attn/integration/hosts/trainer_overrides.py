@@ -65,6 +65,8 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
 PREPARE = "_prepare_context_parallel_inputs"
 BY_CALLS = "_hf_ring_attn_by_calls"
 """The attribute of a trainer in a step in which the calls of its models are sharded. True: its batch stays whole."""
+LOSS_ALONE = "_hf_ring_attn_loss_alone"
+"""The attribute of a trainer while Trainer's own compute_loss runs, which reads its model's loss, and no logits."""
 Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 """Maps a trainer, its model and a whole batch to the context of a step and the step's inputs."""
 

@@ -14,6 +14,7 @@ from ... import errors
 from ..batch import compared_inputs
 from ..batch.shard import Sharded
 from ..batch.whole_row_calls import shard_call, whole_row_calls
+from ..context import introspect
 from ..context.introspect import TOKENS
 from ..context.mesh import find_ring
 from ..context.whole_batch import LOSS_INPUTS
@@ -34,7 +35,7 @@ from .trainer_facts import (
     refuse_trainer,
     takes_count,
 )
-from .trainer_overrides import OF_WHOLE_ROWS
+from .trainer_overrides import LOSS_ALONE, OF_WHOLE_ROWS
 
 
 def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
@@ -150,4 +151,8 @@ def shard_rows(
     options = options_of_batches(host.model)  # for a teacher, too
     if fused:
         refuse_past_fused_head(host)
-    return shard_call(model, rows, group_of(host), options, type(host).__name__, beside, fused, trains=True)
+    is_hosts = introspect.inside(model) is introspect.inside(host.model)  # not one in a module of the program's own
+    return shard_call(
+        model, rows, group_of(host), options, type(host).__name__, beside, fused, trains=True,
+        loss_alone=is_hosts and LOSS_ALONE in vars(host),
+    )  # fmt: skip

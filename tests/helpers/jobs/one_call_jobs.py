@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import hf_ring_attn
-from hf_ring_attn.integration.batch.announce import loss_in_words
-from hf_ring_attn.integration.batch.lazy_whole import LazyWhole
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
 
@@ -30,31 +28,6 @@ def of_two_ways() -> str:
     except hf_ring_attn.RingAttentionError as error:
         return f"{type(error).__name__}: {error}"
     return "" if logits.requires_grad else "no gradient"
-
-
-def reading(evaluates: bool) -> tuple[str, bool, bool, Tensor, bool]:
-    """Of logits beside the model's loss, which a program reads late.
-
-    Args:
-        evaluates: without gradients.
-
-    Returns:
-        How the loss was computed; whether logits were made for it, and after a query of their shape; the logits; and
-        whether those of the next call are ordinary ones.
-    """
-    model: Any = tiny("llama", "ring_fp32")
-    with torch.set_grad_enabled(not evaluates), hf_ring_attn.whole_rows(model) as rows:
-        outputs = model(**tokens(23))
-        assert rows.latest is not None
-        words, logits = loss_in_words(rows.latest.context), outputs.logits
-        if not evaluates:
-            outputs.loss.backward()
-        assert isinstance(logits, LazyWhole)
-        for_loss = logits.made is not None
-        assert logits.shape == (2, 23, 97) and logits.requires_grad is not evaluates
-        for_shape = logits.made is not None
-        read = (logits + 0).detach()
-        return words, for_loss, for_shape, read, type(model(**tokens(23)).logits) is Tensor
 
 
 def beside_an_attention(by_grad: bool) -> bool:

@@ -111,15 +111,6 @@ def test_a_call_leaves_attention_without_a_model_alone(ranks: Ranks, by_grad: bo
     assert ranks(2).run(one_call_jobs.beside_an_attention, by_grad) == [True, True]
 
 
-@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates"])
-def test_logits_beside_the_models_loss_are_gathered_once_they_are_read(ranks: Ranks, evaluates: bool) -> None:
-    want = tiny("llama")(**tokens(23)).logits.detach()
-    for words, for_loss, for_shape, logits, next_are_made in ranks(2).run(one_call_jobs.reading, evaluates):
-        assert (words, for_loss, for_shape) == ("chunked", False, False)
-        assert relative_error(logits, want) < 1e-5
-        assert next_are_made is not evaluates
-
-
 def test_a_copy_of_a_model_is_its_own(ranks: Ranks) -> None:
     for first, second in ranks(2).run(one_call_jobs.of_a_copy):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)

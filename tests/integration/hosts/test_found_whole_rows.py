@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DistributedSampler
 from transformers import Trainer
 
 from hf_ring_attn import RingConfig
+from hf_ring_attn.integration.batch import whole_outputs
 from tests.helpers.jobs import whole_row_jobs as jobs
 from tests.helpers.jobs.comparison import Ranks, assert_trains_as_without_ring, by_turns
 from tests.helpers.jobs.refusal_jobs import without_keywords
@@ -303,3 +305,18 @@ def test_a_loss_that_was_written_for_rings_is_refused_by_what_was_found(ranks: R
     for error, steps in ranks(2).run(refusal_of_a_loss_for_rings):
         assert error.startswith("LossNotSharded: the loss of AfterMark.compute_loss (the self-check found "), error
         assert steps == 0
+
+
+def gathered_by(kind: type[Trainer]) -> int:
+    """How many outputs of a model a trainer's steps of whole rows gather."""
+    run = replace(RUN, kind=kind, ring=RingConfig(loss="gathered"), steps=2, arguments={"eval_strategy": "no"})
+    counting = mock.patch.object(whole_outputs, "gathered", wraps=whole_outputs.gathered)
+    with launched(Mesh(cp=2)), a_folder(None) as folder, counting as gathered:
+        trainer_of(run, Mesh(cp=2), folder).train()
+    return gathered.call_count
+
+
+def test_what_only_the_models_loss_is_read_of_gathers_no_logits(ranks: Ranks) -> None:
+    """A gathered row of 32K tokens has 8 GiB of logits."""
+    assert ranks(2).run(gathered_by, Named) == [0, 0]
+    assert all(count > 0 for count in ranks(2).run(gathered_by, jobs.Weighs))
