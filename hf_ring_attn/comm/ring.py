@@ -320,7 +320,9 @@ class Ring:
             table = pending.wait()[0].tolist()
             if any(line[:8] != table[0][:8] for line in table):
                 doings: list[object] = [_WORDS.pack(*line[:8]).decode(errors="replace").strip() for line in table]
-                raise RanksDiffer("place in the program", doings, _IN_STEP)
+                error = RanksDiffer("place in the program", doings, _IN_STEP)
+                error.of_program = True
+                raise error
             return [line[8 : len(row)] for line in table]
 
         return receive

@@ -236,10 +236,10 @@ class RanksDiffer(Refused):
     """Ranks of one ring differ.
 
     Attributes:
-        of_batch: in their batches, not in what they compute of them.
+        of_program: in their batches, or in their places in the program, not in what they compute.
     """
 
-    of_batch = False
+    of_program = False
 
     def __init__(self, what: str, per_rank: list[object], todo: str) -> None:
         values = {rank: shown(value)[:60] for rank, value in enumerate(per_rank)}

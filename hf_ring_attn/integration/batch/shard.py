@@ -250,7 +250,7 @@ def shard_for(
         compiled, *everyone = agree()
     except (errors.PeerLost, errors.RanksDiffer) as error:
         if isinstance(error, errors.RanksDiffer):
-            error.of_batch = True
+            error.of_program = True
         if lacks_backward():
             error.add_note(_NO_BACKWARD)
         raise

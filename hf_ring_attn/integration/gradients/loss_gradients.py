@@ -105,12 +105,12 @@ def finish() -> None:
     """
     ends, _waiting[:] = list(_waiting), []
     for device, end in ends:
-        with _beside(device):
+        with beside(device):
             end()
 
 
 @contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
+def beside(device: torch.device) -> Iterator[None]:
     """Inside, the host waits for a message alone, which began the backward, not for all of the backward."""
     if device.type != "cuda":
         yield

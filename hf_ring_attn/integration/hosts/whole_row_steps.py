@@ -120,7 +120,7 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     Raises:
         Refused: ``error``, if the program chose another loss, or the model has a head of whole rows.
     """
-    chosen, is_other = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_batch
+    chosen, is_other = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_program
     if isinstance(error, errors.RefusedElsewhere):
         is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
     if chosen != "auto" or group_of(trainer) is None or gives_whole_rows(trainer) or is_other:

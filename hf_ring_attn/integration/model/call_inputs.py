@@ -26,7 +26,7 @@ from ..gradients import replicas
 from ..losses.chunked import hand_out
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
-from .changed_tokens import check_tokens
+from .changed_tokens import check_tokens, start_comparison
 
 PLACES = ("position_ids", "attention_mask")
 """Inputs that a model must get unchanged from `shard`."""
@@ -125,6 +125,12 @@ class _Accepted(dict[tuple[str, ...], list[str]]):
     """The names of arguments that a model takes, by the names of a batch's inputs."""
 
 
+def _accepted(model: nn.Module, context: BatchContext) -> list[str]:
+    """The names of arguments that a model takes, in their order, of a batch."""
+    asked, known = tuple(context.state(TrackedInputs)), latest_record(model).state(_Accepted)
+    return known.get(asked) or known.setdefault(asked, parameters_of(model, asked))
+
+
 def _refuse_others(
     model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], context: BatchContext, has_loss: bool
 ) -> None:
@@ -133,8 +139,7 @@ def _refuse_others(
     Args:
         has_loss: the model returned a loss.
     """
-    asked, known = tuple(context.state(TrackedInputs)), latest_record(model).state(_Accepted)
-    names = known.get(asked) or known.setdefault(asked, parameters_of(model, asked))
+    names = _accepted(model, context)
     given = {**dict(zip(names, args, strict=False)), **given}
     for name in SELECTING:
         if isinstance(x := given.get(name), Tensor) or x:
@@ -202,21 +207,33 @@ def watch(
         inside: the model is running already.
     """
     began = [(context.log.plain, context.log.scored)]
+    compared: list[Callable[[], None]] = []
     looks = context.ring.size > 1 and latest_record(model).uses_ring()
 
     @uncompiled(_BY_HOST)
-    def before(_model: nn.Module, _args: Any) -> None:
+    def before(_model: nn.Module, args: Any, given: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             replicas.note_trained(model, context)
         began[:] = [(context.log.plain, context.log.scored)]
+        compared[:] = [compare(args, given)] if looks_at_tokens() else []
+
+    def looks_at_tokens() -> bool:
+        is_batch = looks and batch_context.current() is context  # else the self-check's row, or another batch
+        return is_batch and context.config.self_check and context.text is None
+
+    def compare(args: Any, given: dict[str, Any]) -> Callable[[], None]:
+        by_name = {**dict(zip(_accepted(model, context), args, strict=False)), **given}
+        return start_comparison(model, by_name, context.state(TrackedInputs), context)
 
     @uncompiled(_BY_HOST)
     def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> Any:
         context.log.fused |= bool(given.get("fused_lm_head"))
-        if looks and batch_context.current() is context:  # else the self-check's row, or another batch
+        if looks and batch_context.current() is context:
             _refuse_others(model, args, given, context, _has_loss(output))
-            if context.config.self_check and context.text is None:
-                check_tokens(model, given, context.state(TrackedInputs), context)
+            if looks_at_tokens():
+                end = compared.pop() if compared else compare(args, given)  # a call in progress was not seen before
+                end()
+                check_tokens(model, given, context.state(TrackedInputs))
             _mark_caches(output)
             if context.state(TrialStep).loss is None and not context.gathers_logits:  # the self-check tries no loss
                 output = hand_out(output, context)
@@ -234,7 +251,7 @@ def watch(
     if compiled is not None and not inside:  # it would trace hooks, and compile anew for those of each batch
 
         def call(*args: Any, **given: Any) -> Any:
-            before(model, args)
+            before(model, args, given)
             with unwatched():
                 output = compiled(*args, **given)
             return after(model, args, given, output)
@@ -243,4 +260,4 @@ def watch(
         return
     # First: in accelerate's loop a later hook leaves the context, which removes these hooks.
     hooks.enter_context(model.register_forward_hook(after, with_kwargs=True, prepend=True))
-    hooks.enter_context(model.register_forward_pre_hook(before))
+    hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))

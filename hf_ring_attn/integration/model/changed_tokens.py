@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import is_dtensor, loss_models_of, name_of
 from ..context.tracked_input import TrackedInput
 from ..context.trial_step import TrialStep
+from ..gradients import loss_gradients
 from ..log import warn
 
 CHANGED = (
@@ -29,16 +30,41 @@ STEPS = 64
 """The most steps from embeddings to a model's input through which a gradient is followed."""
 
 
-def check_tokens(
+def start_comparison(
     model: nn.Module, given: Mapping[str, Any], tracked: Mapping[str, TrackedInput], context: BatchContext
-) -> None:
+) -> Callable[[], None]:
+    """Starts a message by which ranks know if a trainer's own loss calls ``model`` with other ids than the batch's.
+
+    Such a loss gets whole rows, whatever the ids were made of, unless its options say otherwise.
+
+    Returns:
+        a function that ends it. It raises OtherInputs, on every rank, if one has other ids.
+    """
+    if not context.state(TrialStep).name or context.config.loss != "auto":
+        return lambda: None
+    x, own = given.get("input_ids"), tracked.get("input_ids")
+    changed = isinstance(x, Tensor) and own is not None and not own.is_(x) and not own.equals(x)
+    tensor = next((x for x in given.values() if isinstance(x, Tensor)), torch.empty(0))
+    device = context.ring.small_device(tensor.device)
+    end = context.ring.start_agreement({}, device, collect=[int(changed)], doing="compared the ids of a call")
+
+    def finish() -> None:
+        with loss_gradients.beside(device):
+            (ranks,) = end()
+        if any(ranks):
+            refusal = errors.OtherInputs(name_of(model), [], ["input_ids"])
+            refusal.everywhere = True
+            raise refusal
+
+    return finish
+
+
+def check_tokens(model: nn.Module, given: Mapping[str, Any], tracked: Mapping[str, TrackedInput]) -> None:
     """Warns if a call of ``model`` has other tokens than the batch. ``tracked``: the batch's inputs.
 
     Raises:
-        OtherInputs: embeddings of some tokens were made of those of others. In a trainer's own loss also for other ids,
-            whatever they were made of: such a loss gets whole rows, unless its options say otherwise.
+        OtherInputs: embeddings of some tokens were made of those of others.
     """
-    gets_whole_rows = bool(context.state(TrialStep).name) and context.config.loss == "auto"
     for name in ("input_ids", "inputs_embeds"):
         x, own = given.get(name), tracked.get(name)
         if not isinstance(x, Tensor):
@@ -46,13 +72,7 @@ def check_tokens(
         if own is None:
             changed = name == "inputs_embeds" and "input_ids" in tracked and not _embeds(model, tracked["input_ids"], x)
         else:
-            is_same = own.is_(x)  # on every rank, or on none: they run one program
-            changed = not is_same and not own.equals(x)
-            if name == "input_ids" and gets_whole_rows and not is_same:
-                refusal = errors.OtherInputs(name_of(model), [], [name]) if changed else None
-                if refusal is not None:
-                    refusal.everywhere = True
-                context.ring.agree({}, context.ring.small_device(x.device), failure=refusal)
+            changed = not own.is_(x) and not own.equals(x)
         if changed and name == "inputs_embeds" and _mixes(x):
             raise errors.OtherInputs(name_of(model), [], [f"{name} (mixed tokens)"])
         if changed:

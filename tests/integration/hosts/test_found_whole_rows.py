@@ -157,6 +157,17 @@ class HidesWords(Trainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
+class HidesRare(Trainer):
+    """Hides a rare word if it is there: in some steps no rank calls its model with other ids, in others one does."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if (found := inputs["input_ids"] == 31).any():
+            inputs = {**inputs, "input_ids": inputs["input_ids"].masked_fill(found, 7)}
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
 class GroupsByLength(Trainer):
     """LLaVA's sampler: the rows of a step of all processes are of about one length."""
 
@@ -264,6 +275,7 @@ RUNS = [
     ),
     replace(RUN, why="tokens that it predicted", kind=FeedsItself),
     replace(RUN, why="tokens that it hides later", kind=HidesWords, steps=4),
+    replace(RUN, why="tokens that it hides if there are some", kind=HidesRare),
     replace(RUN, why="weights by places", kind=jobs.Weighs, arguments=ACCUMULATED),
     replace(RUN, why="its own step, by the model's loss", kind=StepsByTheModel, arguments=ACCUMULATED),
     replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),
