@@ -25,7 +25,7 @@ from ..context.local_batch import cut_batch
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
 from ..context.trial_step import TrialStep
-from ..context.whole_batch import LOSS_INPUTS, tokens_of, whole_rows
+from ..context.whole_batch import LOSS_INPUTS, read_batch, tokens_of
 from ..gradients import fsdp, replicas
 from ..losses import whole_heads
 from ..losses.local_logits import held
@@ -230,7 +230,7 @@ def shard_for(
         facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
             facts.update(compared_inputs.inputs_of(batch))
-        whole = whole_rows(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
+        whole = read_batch(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error

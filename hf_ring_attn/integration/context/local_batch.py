@@ -13,7 +13,7 @@ from ...config import RingConfig
 from ...sharding.layout import Layout
 from .batch_context import BatchContext, BatchFacts, TextModel
 from .tracked_input import TrackedInput
-from .whole_batch import OF_HEADS, MaskFacts, WholeBatch, padding_of, tokens_of, whole_rows
+from .whole_batch import OF_HEADS, MaskFacts, WholeBatch, padding_of, read_batch, tokens_of
 
 
 class MadeInputs(dict[str, Any]):
@@ -45,7 +45,7 @@ def local_batch(batch: Mapping[str, Any], ring: Ring, config: RingConfig, text: 
     """Shards a batch known to be the same on all ranks. ``text``: at the input of a model like this one."""
     tokens = tokens_of(batch)
     layout, head = Layout(tokens.shape[1], ring.size, ring.rank), text is not None and text.gathers
-    whole = whole_rows(batch, tokens, layout, config, text is not None, head)
+    whole = read_batch(batch, tokens, layout, config, text is not None, head)
     return cut_batch(batch, whole, ring, config)
 
 

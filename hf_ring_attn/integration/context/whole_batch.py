@@ -120,7 +120,7 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
     raise errors.BadBatch(f"the batch holds neither input_ids nor inputs_embeds, only {sorted(batch)}.{todo}")
 
 
-def whole_rows(
+def read_batch(
     batch: Mapping[str, Any], tokens: Tensor, layout: Layout, config: RingConfig, late: bool = False, head: bool = False
 ) -> WholeBatch:
     """Reads a batch before sharding. ``layout``: the zigzag. ``late``: shard at the text model's input.

@@ -25,7 +25,7 @@ from ..context.local_batch import MadeInputs
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import ddp, loss_gradients
 from ..gradients.backward_end import BackwardEnd
-from ..losses import factor as loss_factor
+from ..losses import loss_function
 from ..losses.changed_labels import shifted_anew
 from ..losses.chunked import lazy_heads
 from ..patching.compiler import uncompiled
@@ -64,7 +64,7 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
         # traces the loss, the ring's row hides them, so the two differ.
         if as_one and context is not None and context.ring.size == 1:
             for owner in owners:
-                handles.enter_context(loss_factor.Computed().watch(owner))
+                handles.enter_context(loss_function.Computed().watch(owner))
         yield
 
 
@@ -86,7 +86,7 @@ def _hook(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: 
             note(model, None)
         return _uncalled(*call)
 
-    computed = loss_factor.Computed(is_called, uncalled)
+    computed = loss_function.Computed(is_called, uncalled)
 
     @uncompiled(_BY_HOST)
     def before(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
@@ -113,7 +113,7 @@ def _around_compiled(model: nn.Module) -> Replaced:
 
     def call(*args: Any, **given: Any) -> Any:
         args, given = _complete(model, args, given)
-        return _after(compiled(*args, **given), loss_factor.Computed())
+        return _after(compiled(*args, **given), loss_function.Computed())
 
     return Replaced(model, "_compiled_call_impl", call)
 
@@ -165,7 +165,7 @@ class _OfBatch(torch.autograd.Function):
 
     Args:
         end: what comes at the end of its backward.
-        compared: ranks compare its gradient, and ``factor``: see `loss_factor`.
+        compared: ranks compare its gradient, and ``factor``: see `loss_function`.
     """
 
     @staticmethod
@@ -184,7 +184,7 @@ class _OfBatch(torch.autograd.Function):
 
 
 @uncompiled(_BY_HOST)
-def _after(output: Any, computed: loss_factor.Computed) -> Any:
+def _after(output: Any, computed: loss_function.Computed) -> Any:
     """Gives the loss of a model's output the value of the batch's. ``computed``: the losses inside its forward."""
     context = batch_context.current()
     if context is None:
@@ -209,7 +209,7 @@ def _uncalled(loss_function: Callable[..., Any], args: Any, given: dict[str, Any
     return of_batch(loss, context) if _is_loss(loss) else loss
 
 
-def of_batch(loss: Tensor, context: BatchContext, computed: loss_factor.Computed | None = None) -> Tensor:
+def of_batch(loss: Tensor, context: BatchContext, computed: loss_function.Computed | None = None) -> Tensor:
     """Gives a rank's part of a loss the value of the batch's, unless it has that already."""
     if context.ring.size == 1 or context.whole_head or context.gathers_logits or not context.facts.has_labels:
         return loss

@@ -1,8 +1,8 @@
-"""The factor by which a model's own forward changes the loss that its loss function computed.
+"""The loss function of a model, in a batch's context: what it gets, and the factor by which a forward changes its loss.
 
-A forward may use this loss in any way, but not by what its rank's tokens are (twice the loss, if one of them is
-special): then each rank has another factor, perhaps on no row of the self-check. Ranks compare them in the backward
-(`loss_gradients`).
+It gets logits of whole rows if the batch gathers them, else those of a rank's tokens. A forward may use the loss in any
+way, but not by what its rank's tokens are (twice the loss, if one of them is special): then each rank has another
+factor, perhaps on no row of the self-check. Ranks compare them in the backward (`loss_gradients`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ...layers.collectives import gather_sequence
+from ..context import batch_context
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced, programs_own
 from .changed_labels import shifted_anew
-from .whole_logits import of_whole_rows
+from .local_logits import held
 
 _ATTRIBUTE = "_loss_function"
 """The attribute of a transformers model that its property ``loss_function`` reads first."""
@@ -29,6 +31,19 @@ class _Loss(NamedTuple):
     value: Tensor
     version: int
     edge: GradientEdge
+
+
+@uncompiled("hf_ring_attn gathers the logits of whole rows")
+def _with_logits(*args: Any, **given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a loss function, with logits [B, S, V] in place of a rank's if the batch gathers logits."""
+    context = batch_context.current()
+    if context is None or not context.gathers_logits:
+        return args, given
+    logits = held(args[0] if args else given["logits"])
+    if logits.shape[:2] != context.local_shape:
+        return args, given
+    whole = gather_sequence(logits, context.ring, context.layout)
+    return ((whole, *args[1:]), given) if args else ((), {**given, "logits": whole})
 
 
 class _Watch:
@@ -52,7 +67,7 @@ class _Watch:
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         replaced, uncalled = self.replaced, self.computed.uncalled
-        args, given = of_whole_rows(*args, **given)
+        args, given = _with_logits(*args, **given)
         given = shifted_anew(replaced, args, given)
         if uncalled is not None and not self.computed.is_called:
             return uncalled(replaced, args, given)
