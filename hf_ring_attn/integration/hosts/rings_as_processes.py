@@ -5,7 +5,6 @@ Ranks of a ring hold the same rows. A host that numbers processes, or gathers a 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -103,7 +102,8 @@ def rings_as_processes(
         state = getattr(arguments, STATE, None)
         if state is not None and not isinstance(state, RingsCounted):  # trainers may share their arguments
             stack.enter_context(Replaced(arguments, STATE, of_arguments(state, counted.ring_size)))
-            stack.enter_context(Replaced(trainer, CP_SIZE, _one))  # by which Trainer divides the arguments' number
+        if state is not None:  # by it Trainer divides the arguments' number
+            stack.enter_context(Replaced(trainer, CP_SIZE, _one))
         yield
 
 
@@ -116,7 +116,7 @@ def processes_counted(trainer: Any) -> Iterator[None]:
             if isinstance(one, RingsCounted):
                 stack.enter_context(Replaced(owner, name, one.of_processes))
         if vars(trainer).get(CP_SIZE) is _one:
-            stack.enter_context(Replaced(trainer, CP_SIZE, functools.partial(type(trainer).get_cp_size, trainer)))
+            stack.callback(vars(trainer).__setitem__, CP_SIZE, vars(trainer).pop(CP_SIZE))
         yield
 
 

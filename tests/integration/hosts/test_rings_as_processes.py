@@ -27,14 +27,14 @@ def test_it_counts_rings_and_the_processes_inside() -> None:
         return trainer.accelerator.num_processes, trainer.args.distributed_state.num_processes
 
     with rings_as_processes(trainer):
-        assert counted() == (4, 4)
+        assert counted() == (4, 4) and trainer.get_cp_size() == 1
         with rings_as_processes(trainer, RingsCounted):
             assert counted() == (4, 4)
         with processes_counted(trainer):
-            assert counted() == (8, 8)
+            assert counted() == (8, 8) and not hasattr(trainer, "get_cp_size")  # that of its class
         other = a_trainer(trainer.args, 8)  # a teacher's, with the same arguments
         with rings_as_processes(other):
-            assert (other.accelerator.num_processes, *counted()) == (4, 4, 4)
+            assert (other.accelerator.num_processes, *counted()) == (4, 4, 4) and other.get_cp_size() == 1
         assert counted() == (4, 4)
     assert counted() == (8, 8)
 
