@@ -109,8 +109,8 @@ def counts_that_arrive(batch: dict[str, Any], dtype: torch.dtype, way: Way) -> l
     inputs = dict(sharded.inputs)
     with mock.patch.object(loss_utils, "fixed_cross_entropy", spy), sharded:
         if way == "Trainer":
-            # Trainer divides the count by the size of the ring where it averages no counts, as `shard` does.
-            count = torch.tensor(float(inputs.pop("num_items_in_batch")))
+            # Trainer counts the tokens of whole rows, of which `shard` gives a rank's part.
+            count = torch.tensor(float(inputs.pop("num_items_in_batch"))) * dist.get_world_size()
             Trainer.compute_loss(trainer_with(model), model, inputs, num_items_in_batch=count)
         else:
             model(**inputs)
@@ -124,10 +124,7 @@ def smoothed(batch: Batch, wrap: str) -> tuple[Tensor, Tensor]:
     if wrap == "compiled":
         model = torch.compile(model, backend="eager")
     with hf_ring_attn.whole_rows(model):
-        # Trainer divides the count by the size of the ring where it averages no counts.
-        got = Trainer.compute_loss(
-            trainer_with(model, smoother), model, dict(batch), False, count / dist.get_world_size()
-        )
+        got = Trainer.compute_loss(trainer_with(model, smoother), model, dict(batch), False, count)
     plain = tiny("llama", "eager")(input_ids=batch["input_ids"])
     assert isinstance(got, Tensor)
     return got.detach(), smoother(plain, batch["labels"], shift_labels=True, num_items_in_batch=count).detach()
