@@ -96,16 +96,17 @@ def start_ranks(count: int, arguments: Sequence[str], seconds: float = math.inf)
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks: list[subprocess.Popen[bytes]] = []
-    with ExitStack() as files, _sigterm_exits():
+    with ExitStack() as files, _sigterm_exits() as sigterm:
         errors = {rank: files.enter_context(tempfile.TemporaryFile()) for rank in range(1, count)}
         try:
             for rank in range(count):
                 own = {key: str(x) for key, x in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
                 command = [sys.executable, "-m", "hf_ring_attn", *arguments]
                 stdout = None if rank == 0 else subprocess.DEVNULL
-                ranks.append(
-                    subprocess.Popen(command, env={**os.environ, **own}, stdout=stdout, stderr=errors.get(rank))
-                )
+                with sigterm.later():
+                    ranks.append(
+                        subprocess.Popen(command, env={**os.environ, **own}, stdout=stdout, stderr=errors.get(rank))
+                    )
             end = time.monotonic() + seconds
             while any(one.poll() is None for one in ranks) and not any(one.poll() for one in ranks):
                 if time.monotonic() > end:
@@ -125,15 +126,39 @@ def start_ranks(count: int, arguments: Sequence[str], seconds: float = math.inf)
     return next((code for code in codes if code), 0)
 
 
+class _Sigterm:
+    """Ends this process through its `finally` clauses, but not while it starts a rank, of which nobody would know."""
+
+    def __init__(self) -> None:
+        self._waits = self._came = False
+
+    def __call__(self, *_given: object) -> None:
+        self._came = True
+        if not self._waits:
+            sys.exit(128 + signal.SIGTERM)
+
+    @contextmanager
+    def later(self) -> Iterator[None]:
+        """Ends the process at the end of what is inside, if the signal came meanwhile."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+        if self._came:
+            self()
+
+
 @contextmanager
-def _sigterm_exits() -> Iterator[None]:
+def _sigterm_exits() -> Iterator[_Sigterm]:
     """Inside, SIGTERM ends this process through its `finally` clauses: else its ranks would run on, on their GPUs."""
+    handler = _Sigterm()
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
+        yield handler
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, handler)
     try:
-        yield
+        yield handler
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

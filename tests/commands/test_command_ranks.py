@@ -127,6 +127,22 @@ def test_a_rank_that_fails_ends_at_once(error: str, code: int, last: str) -> Non
     assert ("Traceback" in errors) == (code == 1)
 
 
+def test_a_signal_while_a_rank_starts_comes_once_it_is_known() -> None:
+    """The rank ran on: the command did not know of it yet."""
+    known = []
+
+    def start() -> None:
+        with command_ranks._sigterm_exits() as sigterm:
+            with sigterm.later():
+                os.kill(os.getpid(), signal.SIGTERM)
+                known.append("a rank")
+            known.append("nothing")
+
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert (ended.value.code, known) == (128 + signal.SIGTERM, ["a rank"])
+
+
 def test_ranks_end_with_a_command_that_gets_sigterm(tmp_path: Path) -> None:
     """SLURM and `timeout` send it: ranks ran on, on their GPUs."""
     python = tmp_path / "python"
