@@ -226,7 +226,8 @@ def _steps_inside(wrapper: Any, optimizer: Optimizer) -> bool:
 
     Its reducer is locked then: a question to it would never return.
     """
-    if all(hook.__name__ != "apply_optim_in_backward_hook" for hook, _ in wrapper._comm_hooks):
+    # DDP asks hooks for __qualname__, and a program's may have no __name__.
+    if all(getattr(hook, "__name__", "") != "apply_optim_in_backward_hook" for hook, _ in wrapper._comm_hooks):
         return False
     return any(optimizer in getattr(x, "_in_backward_optimizers", ()) for x in wrapper.parameters())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
@@ -208,6 +210,20 @@ def test_optimizers_that_ddp_steps_inside_its_backward(ranks: Ranks) -> None:
     _, want = weight_of_steps_by_ddp(in_ring=False, late=False)
     for error, got in ranks(2).run(weight_of_steps_by_ddp, True, False):
         assert error == "" and relative_error(got, want) < 1e-6
+
+
+def outcome_with_a_nameless_hook() -> str:
+    """What an optimizer's step is refused with, if DDP has a hook of the program's own without a __name__."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    wrapped, hook = DistributedDataParallel(model), partial(allreduce_hook)
+    wrapped._comm_hooks.append((hook, None))  # DDP itself would call it, too
+    outcome = outcome_of_a_step(wrapped)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return outcome
+
+
+def test_a_hook_of_ddp_needs_no_name(ranks: Ranks) -> None:
+    assert ranks(2).run(outcome_with_a_nameless_hook) == ["", ""]
 
 
 def test_optimizers_that_torch_steps_before_ddp_has_averaged(ranks: Ranks) -> None:
