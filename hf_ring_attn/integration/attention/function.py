@@ -124,8 +124,7 @@ def ring_attention_forward(
 
 @uncompiled("hf_ring_attn hooks the backward of an attention")
 def _follow(out: Tensor) -> None:
-    """Notes whose attention it is, and lets its backward call what comes at the end of the batch's, whatever the loss
-    is."""
+    """Notes the batch of an attention in the graph, and lets its backward average gradients at its end, if need be."""
     context = batch_context.current()
     if context is None or context.ring.size == 1 or is_recomputing():  # a reentrant checkpoint's is inside another
         return

@@ -26,9 +26,7 @@ from ..gradients.backward_end import SOME, average, call_at_end
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 
-OUTPUTS = {
-    "_GatherSequenceBackward", "_OfBatchBackward", "_SumOverRingBackward", "_DDPSinkBackward",
-}  # fmt: skip
+OUTPUTS = {"_GatherSequenceBackward", "_OfBatchBackward", "_SumOverRingBackward", "_DDPSinkBackward"}
 """The functions by which a loss may reach into a model: what it returned, also through DDP, its loss, and that of its
 experts."""
 WHOLE = {"_MeanGradientBackward"}

@@ -55,11 +55,7 @@ Run = Callable[[Any, Callable[..., Any], Given, Named], Any]
 
 
 def stand_in(trainer: Any, method: str, run: Run) -> None:
-    """Lets a function stand in for a trainer's method, which it gets. Without our patches it calls the method alone.
-
-    Args:
-        run: what it calls.
-    """
+    """Puts a function in the place of a trainer's method. It calls ``run``; without our patches, the method."""
     if stands_in(trainer, method):
         return
     own, kind, of = set_on(trainer, method), type(trainer), weakref.ref(trainer)  # else each would keep the other alive
