@@ -123,7 +123,7 @@ class OneLayerMore(Trainer):
     ) -> Any:
         out, inner = model(**inputs, output_hidden_states=True), self.accelerator.unwrap_model(model)
         states = out.hidden_states[-1][:, :-1] + inner.get_input_embeddings()(inputs["input_ids"][:, 1:])
-        places = torch.arange(states.shape[1])[None]
+        places = torch.arange(states.shape[1], device=states.device)[None]
         angles = inner.model.rotary_emb(states, places)
         states = inner.model.layers[-1](states, position_ids=places, position_embeddings=angles)
         logits, labels = inner.lm_head(states)[:, :-1], inputs["labels"][:, 2:]
@@ -140,7 +140,7 @@ class FeedsItself(Trainer):
         ids, labels = inputs["input_ids"], inputs.pop("labels")
         with torch.no_grad():
             predicted = model(**inputs).logits.argmax(-1).roll(1, 1)
-        mixed = ids.where((ids % 3 != 0) | (torch.arange(ids.shape[1]) == 0), predicted)
+        mixed = ids.where((ids % 3 != 0) | (torch.arange(ids.shape[1], device=ids.device) == 0), predicted)
         inputs = {**inputs, "input_ids": mixed, "labels": labels}
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -153,7 +153,7 @@ class HidesWords(Trainer):
     ) -> Any:
         ids = inputs["input_ids"]
         if self.state.global_step > 1 and model.training:
-            inputs = {**inputs, "input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.1, 7)}
+            inputs = {**inputs, "input_ids": ids.masked_fill((torch.rand(ids.shape) < 0.1).to(ids.device), 7)}
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
