@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ...comm.ring import LOCAL, Ring
-from ..context import batch_context, introspect
+from ..context import batch_context, introspect, ring_random
 from ..context.batch_context import BatchContext
 from ..context.local_batch import LocalBatch, local_batch
 from ..context.model_record import ModelRecord, SeenOutputs, latest_record
@@ -105,15 +105,15 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             return
         job = _Check(inner, context, sample, sample.device(model), as_one, stand_in(model, inner))
         modes = [x.training for x in inner.modules()]
-        if case not in verdicts:
-            with preserved(inner), moved_from_zero(inner):
-                state.verdict = verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
-                try_placeholders(job)
-        if needs_step:
-            with preserved(inner), moved_from_zero(inner):
+        with preserved(inner), moved_from_zero(inner):
+            if case not in verdicts:
+                with ring_random.preserved():
+                    state.verdict = verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
+                    try_placeholders(job)
+            if needs_step:
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes), job.rows_of_step())
-            if job.has_one_value:
-                record.state(_WithOneValue).add(tried)
+        if job.has_one_value:
+            record.state(_WithOneValue).add(tried)
     step.one_valued.append(tried in record.state(_WithOneValue))
     state.verdict = verdicts[case]
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from ..patching.modules import HOOKS, hooks_of, is_ours
 BYTES_COPIED = 1 << 22
 """The largest buffers that the run gets as copies; larger ones (tables of RoPE, of masks) are only watched."""
 
-_HOOKS = (
+_HOOKS = itemgetter(
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+CONSTANT = {bool, int, float, str, type(None)}
+"""The types of most attributes. With adapters a model has thousands of modules, and each run restores all of them."""
 _PLAIN = (bool, int, float, str, type(None), Tensor, list, tuple, dict, set)
 
 
@@ -51,9 +54,10 @@ def preserved(model: nn.Module) -> Iterator[None]:
         stack.enter_context(_computed_anew())
         if "torch._dynamo" in sys.modules:  # else nothing was compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(restored(model))
-        stack.enter_context(preserved_states(model.modules()))
-        for module in model.modules():
+        modules = list(model.modules())
+        stack.enter_context(restored(modules))
+        stack.enter_context(preserved_objects(holders(modules), modules))
+        for module in modules:
             module.__dict__["training"] = False
         yield
 
@@ -70,18 +74,12 @@ def _computed_anew() -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restores on exit what a forward changes in modules."""
-    modules = list(model.modules())
     attributes = [dict(module.__dict__) for module in modules]
     buffers = [dict(module._buffers) for module in modules]
-    contents = [
-        (x, x.copy())
-        for own in attributes
-        for name, x in own.items()
-        if name not in TORCHS_OWN and type(x) in (list, dict, set)
-    ]
-    hooks = [(module.__dict__[name], set(module.__dict__[name])) for module in modules for name in _HOOKS]
+    hooks = [(table, set(table)) for own in attributes for table in _HOOKS(own)]
+    contents: list[tuple[Any, Any]] = []
     copies: dict[int, Tensor] = {}
     watched: list[tuple[str, Tensor, int]] = []
 
@@ -98,21 +96,27 @@ def restored(model: nn.Module) -> Iterator[None]:
             if buffer is not None:
                 module._buffers[name] = copied(f"{type(module).__name__}.{name}", buffer)
         for name, x in own.items():
-            if isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
+            if type(x) in CONSTANT or name in TORCHS_OWN:
+                continue
+            if type(x) in (list, dict, set):
+                contents.append((x, x.copy()))
+            elif isinstance(x, Tensor) and not isinstance(x, nn.Parameter):
                 module.__dict__[name] = copied(f"{type(module).__name__}.{name}", x)
     try:
         yield
     finally:
         for module, own, held in zip(modules, attributes, buffers, strict=True):
             now = module.__dict__
-            for name in [name for name, x in now.items() if name not in own and _is_state(x)]:
-                del now[name]
+            if now.keys() != own.keys():
+                for name in [name for name, x in now.items() if name not in own and _is_state(x)]:
+                    del now[name]
             now.update(own)
-            module._buffers.clear()
-            module._buffers.update(held)
-        for set_hooks, known in hooks:
-            for number in [number for number in set_hooks if number not in known]:
-                del set_hooks[number]
+            if module._buffers or held:
+                module._buffers.clear()
+                module._buffers.update(held)
+        for table, known in hooks:
+            for number in [number for number in table if number not in known] if table else ():
+                del table[number]
         for container, content in contents:
             refill(container, content)
         for name, x, version in watched:
@@ -128,12 +132,9 @@ def _is_state(x: object) -> bool:
 # ---- outside of modules ----
 
 
-@contextmanager
-def preserved_states(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores on exit what the hooks and the forwards of ``modules`` changed inside, in other objects than these."""
-    known = list(modules)
-    with preserved_objects([*programs_hooks(known), *_held_by(known)], known):
-        yield
+def holders(modules: Sequence[nn.Module]) -> list[Any]:
+    """The hooks and the forwards of ``modules``, and what else may hold objects of the program that these change."""
+    return [*programs_hooks(modules), *_held_by(modules)]
 
 
 def programs_hooks(modules: Iterable[nn.Module]) -> Iterator[Any]:

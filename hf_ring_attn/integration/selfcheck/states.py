@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..context.introspect import file_of
-from ..context.program_states import TORCHS_OWN, is_of_program
+from ..context.program_states import TORCHS_OWN, is_of_program, preserved_objects
 from ..context.tensor_tree import tensors_of
 from ..context.tracked_input import version_of
-from .restore import preserved_states, programs_hooks, restored
+from .restore import CONSTANT, holders, programs_hooks, restored
 
 T = TypeVar("T")
 
@@ -45,8 +45,11 @@ class States:
     written: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        owners = [file_of(module) for module in self.model.modules()]
-        owners += [str(getattr(hook, "__module__", "")) for hook in programs_hooks(self.model.modules())]
+        self._paths = dict(self.model.named_modules())
+        self._modules = [*self._paths.values()]
+        self._holders = holders(self._modules)
+        owners = [file_of(module) for module in self._modules]
+        owners += [str(getattr(hook, "__module__", "")) for hook in programs_hooks(self._modules)]
         self._has_others = any(map(is_of_program, owners))  # in objects of the program, which are not watched
 
     def run(self, call: Callable[[], T], whole: bool = False) -> T:
@@ -56,13 +59,13 @@ class States:
             whole: of the whole row, whose second answer is compared with the first one.
         """
         with ExitStack() as stack:
-            stack.enter_context(restored(self.model))
-            stack.enter_context(preserved_states(self.model.modules()))
-            before = {} if self.second or self.written else dict(_marks(self.model))
+            stack.enter_context(restored(self._modules))
+            stack.enter_context(preserved_objects(self._holders, self._modules))
+            before = {} if self.second or self.written else dict(_marks(self._paths))
             answer = call()
             if before:
-                after = dict(_marks(self.model))
-                self.written = [name for name, mark in after.items() if before.get(name) != mark]
+                after = _marks(self._paths)
+                self.written = [".".join(place).lstrip(".") for place, mark in after if before.get(place) != mark]
             if self.second:
                 return call()
             if whole and not self.matter and (self.written or self._has_others):
@@ -75,12 +78,17 @@ class States:
         return names or "in an object of the program"
 
 
-def _marks(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """A mark of each state in modules, by path; another one after a write."""
-    for path, module in model.named_modules():
-        for name, x in (*module._buffers.items(), *module.__dict__.items()):
+def _marks(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, str], object]]:
+    """A mark of each state in modules, by their path and its name; another one after a write."""
+    for path, module in modules.items():
+        own = module.__dict__
+        for name, x in own.items():
             if name not in TORCHS_OWN:
-                yield f"{path}.{name}".lstrip("."), _mark(x)
+                yield (path, name), x if type(x) in CONSTANT else _mark(x)
+        for name, x in own["_buffers"].items():
+            yield (path, name), _mark(x)
+        if own["_modules"]:
+            yield (path, "_modules"), _mark(own["_modules"])
 
 
 def _mark(x: Any) -> object:
