@@ -28,6 +28,7 @@ from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
 from .origins import Origin
 from .shifts import TargetsOfBatch
+from .whole_counts import WholeBatch
 
 
 @contextmanager
@@ -182,9 +183,11 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
     own, shifted = (x.value for x in (inputs.labels, inputs.shifted))
     labels = None if own is None or own.shape != context.local_shape else (own, shifted)
     known_targets = partial(context.state(TargetsOfBatch).of, inputs, context.facts.rows, layout)
+    items = inputs.get("num_items_in_batch")
     origin = Origin(
         context.ring, context.facts.rows, layout.local_length, layout.padding, labels, known_targets,
         arrives=context.state(BackwardEnd).expect,
+        batch=None if items is None else WholeBatch(items, context.facts.rows, layout.length),
     )  # fmt: skip
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)

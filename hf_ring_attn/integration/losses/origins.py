@@ -1,12 +1,13 @@
 """A model's output of one rank's tokens, and what a program makes of it on the way to its loss.
 
 A program may compute its loss from a rank's tokens if the sum of the ranks' losses is the loss of the whole rows.
-Nothing fails if it is not: the loss is a little off. Four ideas tell, each in its file:
+Nothing fails if it is not: the loss is a little off. Five ideas tell, each in its file:
 
 - `shifts`: a token's label is the next token of the whole row, which may be on another rank;
 - `pooling`: what is made of all tokens of a row must be the same on every rank;
 - `trials`: a function that makes a token's result of others, too, is found by trying it;
-- `weights`: every token has the same weight in the loss, whichever rank has it.
+- `weights`: every token has the same weight in the loss, whichever rank has it;
+- `whole_counts`: a rank divides by a part of the whole count.
 
 And tokens that only pad the row to the ring's length have no gradient. So torch's functions are followed from the
 output on (`local_logits`). Each is a step with facts (`steps`). When the backward arrives at the output, the ranks
@@ -30,7 +31,8 @@ from torch import Tensor
 from ... import errors
 from ...comm.fingerprint import numbers_of, row_of
 from ..gradients import loss_gradients
-from . import shifts, weights
+from ..log import warn
+from . import shifts, weights, whole_counts
 from .calls import Share
 
 
@@ -42,6 +44,7 @@ class Origin(Share):
         on_some_ranks: some ranks may compute a loss from it, and others none: that of a value head needs marked tokens,
             which a rank may lack. All ranks have its gradient, which later layers pass on.
         arrives: called in each backward that arrives at it.
+        batch: what the program may count in the batch; None: it gave the count itself.
 
     Attributes:
         used: a loss may have been computed from it, on every rank. trains: it has a gradient.
@@ -50,6 +53,7 @@ class Origin(Share):
 
     on_some_ranks: bool = False
     arrives: Callable[[], None] | None = None
+    batch: whole_counts.WholeBatch | None = None
     used: bool = False
     trains: bool = False
     noted: dict[str, list[Any]] = field(default_factory=partial(defaultdict, list))
@@ -131,13 +135,14 @@ class Message(
     namedtuple(
         "Message",
         "shifted_by_hand other_targets dropped_at_start dropped_at_end dropped_labels divisors divided_by pooled "
-        "pooled_to pads in_16_bits each_count weights groups",
+        "pooled_to pads in_16_bits by_whole_count each_count weights groups",
     )
 ):
     """Facts about a rank's loss as it sends them; and, as all ranks receive them, a list of each.
 
-    Flags: of targets; of tokens that slices drop, if some have labels; of a gradient of padding. divisors, pooled: how
-    many, and then a number for all of them. weights, groups: their summaries, with one more dim as received.
+    Flags: of targets; of tokens that slices drop, if some have labels; of a gradient of padding; of a whole count.
+    divisors, pooled: how many, and then a number for all of them. weights, groups: their summaries, with one more dim
+    as received.
     """
 
     @staticmethod
@@ -155,6 +160,7 @@ class Message(
         return Message(
             by_hand, others, *shifts.dropped_by(set(noted["cuts"]), origin, are_labels),
             *_as_set(noted["divisors"], device), *_as_set(pooled, device), pads, int(2 in noted["bytes"]),
+            whole_counts.divides_by_whole(noted["factors"], origin.batch, origin.ring.size, device),
             len(noted["each"]), weights.summaries(noted["in_sums"], noted["each"], rows, tokens, device),
             weights.groups_of(noted, None if origin.labels is None else origin.labels[1], device),
         )  # fmt: skip
@@ -205,3 +211,5 @@ def _refuse(ranks: Message) -> None:
         raise errors.PaddingInLoss()
     if averages or (not in_16_bits and weights.divide_by_groups(ranks.groups)):
         raise errors.MeanOfOneRank()
+    if any(ranks.by_whole_count):
+        warn(whole_counts.DIVIDED.format(len(ranks.by_whole_count)), everywhere=False)

@@ -6,6 +6,7 @@
 | pooled, picked | of results made of all tokens, and of one token: numbers that must be the same on every rank |
 | statistics | numbers of a rank's tokens without a gradient that it used |
 | divisors | numbers by which tokens were divided, each by itself |
+| factors | numbers by which tokens or their sum were multiplied |
 | in_sums, each | gradients of tokens in sums and means, and of numbers of tokens |
 | nearest | the last of the latter, which is nearest to the output |
 | sums | for each of in_sums, the sum of its tokens' gradients, or nan |
@@ -22,6 +23,7 @@ from .calls import Call, Past
 from .pooling import REDUCTIONS, pooling_of, same_on_ranks
 from .shifts import cut_of, target_of
 from .weights import MEANS, divisor_of, mean_of, summed_by
+from .whole_counts import factor_of
 
 
 def look_at(call: Call, result: Tensor, trains: bool) -> tuple[dict[str, Any], Past]:
@@ -49,6 +51,7 @@ def look_at(call: Call, result: Tensor, trains: bool) -> tuple[dict[str, Any], P
     facts: dict[str, Any] = {
         "targets": target_of(call), "cuts": cut_of(call), "statistics": statistics or None,
         "divisors": divisor.detach().double().reshape(-1) if isinstance(divisor, Tensor) else divisor,
+        "factors": factor_of(call),
     }  # fmt: skip
     if pooling:
         facts["picked" if pooling == "picked" else "pooled"] = same_on_ranks(pooling, result, count, rank)

@@ -1,0 +1,63 @@
+"""The idea: the mean of the ranks' losses is the loss, so a sum over a rank's tokens is divided by a W-th of the count.
+
+A program that divides by its own count of the whole batch gets 1/W of the loss. So do all its ranks, and nothing
+differs among them. But the number tells: the count of labels, or of tokens, of the whole rows. It is right only if the
+program multiplies by W elsewhere, or adds gradients up in place of the mean. The latter is not seen: hence a warning.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .calls import Call
+
+QUOTIENTS = {"div", "divide", "true_divide", "truediv", "itruediv"}
+PRODUCTS = {"mul", "multiply", "rmul", "imul"}
+NEAR = 1e-6
+"""Relative: numbers that are the same, but for rounding in float32."""
+
+
+class WholeBatch(NamedTuple):
+    """Counts of a whole batch: its number of labels divided by the ring size, its rows and their length."""
+
+    items: int | float | Tensor
+    rows: int
+    length: int
+
+
+def factor_of(call: Call) -> float | Tensor | None:
+    """Returns by what a function multiplies numbers of tokens, or their sum, if it is one number."""
+    name = call.name.strip("_")
+    if name not in QUOTIENTS | PRODUCTS:
+        return None
+    by = next((one for one in (*call.args, *call.kwargs.values()) if one is not call.x), None)
+    if isinstance(by, Tensor) and by.numel() == 1 and not by.requires_grad:
+        by = by.detach().double().reshape(1)
+    elif isinstance(by, (int, float)) and by:
+        by = float(by)
+    else:
+        return None
+    return 1.0 / by if name in QUOTIENTS else by
+
+
+def divides_by_whole(factors: list[Any], batch: WholeBatch | None, size: int, device: torch.device) -> int | Tensor:
+    """Returns 1 if a loss is divided by a count of the whole batch, and not multiplied by the ring ``size``; else 0."""
+    if batch is None or not factors:
+        return 0
+    one = torch.ones(1, dtype=torch.float64, device=device)
+    by = torch.cat([one * (x.to(device) if isinstance(x, Tensor) else x) for x in factors])
+    labels, rows, tokens = one * batch.items * size, batch.rows, batch.rows * batch.length
+    counts = torch.cat([labels, labels + rows, one * tokens, one * (tokens - rows)])  # of labels, shifted or not
+    products = by[:, None] * counts
+    is_whole, is_gathered = (((products * times - 1).abs() < NEAR).any() for times in (1, size))
+    return (is_gathered | (is_whole & ~((by / size - 1).abs() < NEAR).any())).long()
+
+
+DIVIDED = (
+    "the loss is a sum over a rank's tokens, divided by a count of the whole batch: in a ring of {0} that is 1/{0} of "
+    'the loss, and its gradient, too. Divide by sharded.inputs["num_items_in_batch"], which is the count divided by '
+    "{0}. If your program adds gradients up over the ring, in place of their mean, it is right."
+)
