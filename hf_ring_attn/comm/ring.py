@@ -334,7 +334,7 @@ class Ring:
 
 ROW = 128
 """Integers in a small message; longer ones have a multiple, and gloo aborts where ranks send different sizes. A
-comparison of losses has 72."""
+comparison of losses has 75."""
 
 _WORDS = struct.Struct("<8q")
 """The start of a small message: 64 letters of its rank's activity."""

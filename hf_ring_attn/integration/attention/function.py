@@ -24,6 +24,7 @@ from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
+from ..context.attended_layers import AttendedLayers
 from ..context.batch_context import MaskSpec
 from ..context.graph_notes import note_attention
 from ..context.introspect import class_of, file_of
@@ -117,16 +118,20 @@ def ring_attention_forward(
         out, _ = attend(Call(q, k, v, spec.plan, params, options), _shared(spec, module, key, value, k.dtype))
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
         out.register_hook(lambda _gradient: warn_without_ring())  # it trains: a program need not call model.train()
-    if out.requires_grad and not torch.compiler.is_compiling():
-        _follow(out)
+    if not torch.compiler.is_compiling():
+        _follow(out, module)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
 @uncompiled("hf_ring_attn hooks the backward of an attention")
-def _follow(out: Tensor) -> None:
-    """Notes the batch of an attention in the graph, and lets its backward average gradients at its end, if need be."""
+def _follow(out: Tensor, layer: nn.Module) -> None:
+    """Notes an attention with its batch and in its graph, and lets its backward average gradients at its end, if need
+    be."""
     context = batch_context.current()
     if context is None or context.ring.size == 1 or is_recomputing():  # a reentrant checkpoint's is inside another
+        return
+    context.state(AttendedLayers).note(layer)
+    if not out.requires_grad:
         return
     note_attention(out, context)
     end = context.state(BackwardEnd)

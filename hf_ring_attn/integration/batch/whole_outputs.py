@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import errors
 from ...layers.collectives import gather_sequence
+from ..context.attended_layers import AttendedLayers
 from ..context.graph_notes import note_output
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
@@ -126,10 +127,11 @@ def _compared(x: Tensor, sharded: Sharded) -> Tensor:
     if x.requires_grad and sharded.ring.size > 1 and x.dim():
         # Not x, which its hook would keep.
         ring, device, end = sharded.ring, x.device, sharded.context.state(BackwardEnd)
+        layers = sharded.context.state(AttendedLayers)
 
         def compare(gradient: Tensor | None) -> None:
             end.expect()
-            loss_gradients.compare_whole(gradient, ring, device)
+            loss_gradients.compare_whole(gradient, ring, device, layers)
 
         x.register_hook(compare)
     return x

@@ -7,7 +7,7 @@ tokens (twice the loss, if one of them is special) has another on each, perhaps 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from ... import errors
 from ...comm.ring import Ring
+from ..context.attended_layers import AttendedLayers
 from ..patching import optimizer_steps
 
 TODO = (
@@ -38,21 +39,24 @@ _waiting: list[tuple[torch.device, Callable[[], object]]] = []
 """Devices and ends of the comparisons since an optimizer's last step, or since the last batch."""
 
 
-def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None = None) -> None:
-    """Starts the comparison of a gradient; the host does not wait. ``factor``: compared among ranks that have one."""
+def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None, layers: AttendedLayers) -> None:
+    """Starts the comparison of a gradient; the host does not wait.
+
+    Args:
+        factor: compared among ranks that have one. layers: of the batch.
+    """
     facts = {"gradient of the loss": gradient.detach()}
     doing = "compared the gradient of its loss"
     device = ring.small_device(gradient.device)
     known: list[Any] = [0, 0] if factor is None else [1, _bits(factor, device)]
-    end = ring.start_agreement(facts, device, TODO, collect=known, doing=doing)
-    wait_for(device, lambda: _refuse_factors(*end()))
+    _wait_for_both(ring, facts, known, layers, doing, device, _refuse_factors)
 
 
-def compare_whole(gradient: Tensor | None, ring: Ring, device: torch.device) -> None:
+def compare_whole(gradient: Tensor | None, ring: Ring, device: torch.device, layers: AttendedLayers) -> None:
     """Starts the comparison of a gradient of whole rows, which each rank computed. Sums in other orders may differ.
 
     Args:
-        gradient: None, under DDP, of what no loss uses. device: of what it is a gradient.
+        gradient: None, under DDP, of what no loss uses. device: of what it is a gradient. layers: of the batch.
     """
     norm, along = torch.zeros(2, dtype=torch.float64, device=device)
     if gradient is not None:
@@ -61,8 +65,22 @@ def compare_whole(gradient: Tensor | None, ring: Ring, device: torch.device) -> 
         along = few @ torch.arange(len(few), dtype=torch.float64, device=few.device).cos()
     device = ring.small_device(device)
     bits: list[Any] = [_bits(norm, device), _bits(along, device)]
-    end = ring.start_agreement({}, device, collect=bits, doing="compared a gradient of whole rows")
-    wait_for(device, lambda: _refuse_norms(*end()))
+    _wait_for_both(ring, {}, bits, layers, "compared a gradient of whole rows", device, _refuse_norms)
+
+
+def _wait_for_both(
+    ring: Ring, facts: Mapping[str, object], numbers: list[Any], layers: AttendedLayers, doing: str,
+    device: torch.device, refuse: Callable[[list[int], list[int]], None],
+) -> None:  # fmt: skip
+    """Starts the comparison of two numbers of a gradient, which ``refuse`` gets of all ranks, and of layers."""
+    end = ring.start_agreement(facts, device, TODO, collect=[*layers.numbers, *numbers], doing=doing)
+
+    def refuse_either() -> None:
+        known, layers_of, *of_gradient = end()
+        layers.refuse(ring, known, layers_of)
+        refuse(*of_gradient)
+
+    wait_for(device, refuse_either)
 
 
 def wait_for(device: torch.device, end: Callable[[], object]) -> None:

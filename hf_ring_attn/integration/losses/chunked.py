@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import errors
 from ..context import batch_context
+from ..context.attended_layers import AttendedLayers
 from ..context.batch_context import BatchContext
 from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, unwrapped
 from ..context.local_batch import MadeInputs
@@ -188,6 +189,7 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
         context.ring, context.facts.rows, layout.local_length, layout.padding, labels, known_targets,
         arrives=context.state(BackwardEnd).expect,
         batch=None if items is None else WholeBatch(items, context.facts.rows, layout.length),
+        layers=context.state(AttendedLayers),
     )  # fmt: skip
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ... import errors
 from ...comm.fingerprint import numbers_of, row_of
+from ..context.attended_layers import AttendedLayers
 from ..gradients import loss_gradients
 from ..log import warn
 from . import shifts, weights, whole_counts
@@ -44,7 +45,7 @@ class Origin(Share):
         on_some_ranks: some ranks may compute a loss from it, and others none: that of a value head needs marked tokens,
             which a rank may lack. All ranks have its gradient, which later layers pass on.
         arrives: called in each backward that arrives at it.
-        batch: what the program may count in the batch; None: it gave the count itself.
+        batch: what the program may count in the batch; None: it gave the count itself. layers: those of the batch.
 
     Attributes:
         used: a loss may have been computed from it, on every rank. trains: it has a gradient.
@@ -54,6 +55,7 @@ class Origin(Share):
     on_some_ranks: bool = False
     arrives: Callable[[], None] | None = None
     batch: whole_counts.WholeBatch | None = None
+    layers: AttendedLayers = field(default_factory=AttendedLayers)
     used: bool = False
     trains: bool = False
     noted: dict[str, list[Any]] = field(default_factory=partial(defaultdict, list))
@@ -127,8 +129,15 @@ class Origin(Share):
         device = self.ring.small_device(device)
         message = Message.of(self, gradient if has_loss else None, device)
         self.noted.clear()
-        end = self.ring.start_agreement({}, device, collect=message.packed(), doing="compared how it made its loss")
-        loss_gradients.wait_for(device, lambda: _refuse(Message.unpacked(end())))
+        numbers = [*self.layers.numbers, *message.packed()]
+        end = self.ring.start_agreement({}, device, collect=numbers, doing="compared how it made its loss")
+
+        def finish() -> None:
+            known, layers, *columns = end()
+            self.layers.refuse(self.ring, known, layers)
+            _refuse(Message.unpacked(columns))
+
+        loss_gradients.wait_for(device, finish)
 
 
 class Message(

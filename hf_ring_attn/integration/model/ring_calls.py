@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...comm.ring import Ring
 from ..context import batch_context, introspect
+from ..context.attended_layers import AttendedLayers
 from ..context.batch_context import BatchContext
 from ..context.introspect import TOKENS
 from ..context.local_batch import MadeInputs
@@ -165,21 +166,22 @@ class _OfBatch(torch.autograd.Function):
 
     Args:
         end: what comes at the end of its backward.
-        compared: ranks compare its gradient, and ``factor``: see `loss_function`.
+        layers: ranks compare them, and the gradient; None: they do not. factor: see `loss_function`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, ring: Ring, end: BackwardEnd, compared: bool, factor: float | Tensor | None
-    ) -> Tensor:
-        ctx.ring, ctx.end, ctx.compared, ctx.factor = ring, end, compared, factor
+        ctx: Any, loss: Tensor, ring: Ring, end: BackwardEnd, layers: AttendedLayers | None,
+        factor: float | Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.ring, ctx.end, ctx.layers, ctx.factor = ring, end, layers, factor
         return ring.mean(loss).clone()  # a program may change it in place, which a view refuses
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         ctx.end.expect()
-        if ctx.compared:
-            loss_gradients.start(gradient, ctx.ring, ctx.factor)
+        if ctx.layers is not None:
+            loss_gradients.start(gradient, ctx.ring, ctx.factor, ctx.layers)
         return gradient, None, None, None, None
 
 
@@ -213,9 +215,9 @@ def of_batch(loss: Tensor, context: BatchContext, computed: loss_function.Comput
     """Gives a rank's part of a loss the value of the batch's, unless it has that already."""
     if context.ring.size == 1 or context.whole_head or context.gathers_logits or not context.facts.has_labels:
         return loss
-    compared = context.config.self_check
-    factor = computed.factor_of(loss) if computed is not None and compared else None
-    found: Tensor = _OfBatch.apply(loss, context.ring, context.state(BackwardEnd), compared, factor)  # type: ignore[no-untyped-call]
+    layers = context.state(AttendedLayers) if context.config.self_check else None
+    factor = computed.factor_of(loss) if computed is not None and layers is not None else None
+    found: Tensor = _OfBatch.apply(loss, context.ring, context.state(BackwardEnd), layers, factor)  # type: ignore[no-untyped-call]
     return found
 
 
