@@ -12,7 +12,7 @@ from .attention.masks import ring_mask
 from .batch import loss_graph
 from .context.introspect import NAME
 from .context.model_record import forget_models
-from .gradients import ddp, fsdp, loss_gradients, replicas
+from .gradients import beside_weights, ddp, fsdp, loss_gradients, replicas
 from .hosts import (
     accelerate,
     best_model,
@@ -67,6 +67,7 @@ def uninstall() -> None:
     optimizer_steps.forget()
     ddp.forget()
     fsdp.forget()
+    beside_weights.forget()
     loss_gradients.forget()
     loss_graph.forget()
     replicas.forget()

@@ -26,7 +26,7 @@ from ..context.mesh import find_ring
 from ..context.model_record import Visits
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS, read_batch, tokens_of
-from ..gradients import fsdp, replicas
+from ..gradients import beside_weights, fsdp, replicas
 from ..losses import whole_heads
 from ..losses.local_logits import held
 from ..model import call_inputs
@@ -234,13 +234,8 @@ def shard_for(
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error
-    agree = ring.start_agreement(
-        facts,
-        ring.small_device(device),
-        compared_inputs.advice_for(batch),
-        refusal,
-        [shared_kv.compiled_here(), *numbers],
-    )
+    sent = [shared_kv.compiled_here(), *beside_weights.numbers(ring.small_device(device)), *numbers]
+    agree = ring.start_agreement(facts, ring.small_device(device), compared_inputs.advice_for(batch), refusal, sent)
     visited = Visits()
     if refusal is None:  # while the message travels
         if model is not None:
@@ -248,6 +243,7 @@ def shard_for(
         sharded = Sharded(*cut_batch(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
         compiled, *everyone = agree()
+        beside_weights.refuse(*everyone[:3])
     except (errors.PeerLost, errors.RanksDiffer) as error:
         if isinstance(error, errors.RanksDiffer):
             error.of_program = True
@@ -258,12 +254,14 @@ def shard_for(
         shared_kv.go_by_bits()
 
     context = sharded.context
-    context.state(SentNumbers)[:] = everyone
+    context.state(SentNumbers)[:] = everyone[3:]
     context.state(Visits).update(visited)
     context.gathers_logits = gathers_logits
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
+    if ring.size > 1:
+        beside_weights.watch()
     labels = () if gathers_logits or head else LOSS_INPUTS[:2]
     context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *TOKENS, *labels)))
     batch_context.LIVE.add(context)

@@ -207,6 +207,11 @@ def latest_record(model: nn.Module) -> ModelRecord:
     return records[0] if records else visit(model)[0]
 
 
+def weights_of_models() -> set[int]:
+    """The ids of the weights of all models that have a record."""
+    return {id(x) for records in _RECORDS.values() for record in records for x in record.weights()}
+
+
 def forget_model(model: nn.Module) -> None:
     """Drops the record of one model."""
     _RECORDS.pop(inside(model), None)
