@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,8 @@ KEPT = "logits_to_keep"
 """The argument that says of which tokens a head makes logits."""
 
 
-class Rows(NamedTuple):
-    """Whole rows that models are called with, and this rank's share of them."""
-
-    sharded: Sharded
-    whole: Mapping[str, Any]
-
-
-Shard = Callable[[nn.Module, dict[str, Any]], Sharded]
-"""Maps a model and its inputs for whole rows to this rank's share of them."""
+Shard = Callable[[nn.Module, dict[str, Any], bool], Sharded]
+"""Maps a model and its inputs for whole rows to this rank's share of them. True: the call is for log-probabilities."""
 
 
 class WholeRows:
@@ -116,8 +109,8 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
         check_type("models", model, nn.Module, "models of transformers, wrapped or not")
     rows = WholeRows()
 
-    def shard(model: nn.Module, given: dict[str, Any]) -> Sharded:
-        rows.latest = shard_call(model, given, group, model_record.options_of(model))
+    def shard(model: nn.Module, given: dict[str, Any], fused: bool) -> Sharded:
+        rows.latest = shard_call(model, given, group, model_record.options_of(model), fused=fused)
         loss_graph.note_call(model, rows.latest.context)
         return rows.latest
 
@@ -126,9 +119,7 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
 
 
 @contextmanager
-def whole_row_calls(
-    models: Iterable[nn.Module | None], shard: Shard, batch: Rows | None = None, inside: bool = False
-) -> Iterator[None]:
+def whole_row_calls(models: Iterable[nn.Module | None], shard: Shard, inside: bool) -> Iterator[None]:
     """Lets ``models`` be called with whole rows.
 
     With ``fused_lm_head=True`` they return each field [B, S - 1] of a label, as TRL's head does for whole rows; else
@@ -136,8 +127,6 @@ def whole_row_calls(
 
     Args:
         shard: shards the rows of a call, for that call.
-        batch: rows that were sharded before, in whose context the caller is; other calls are sharded when they are
-            made.
         inside: of modules and models of the program's own, shard the calls of those inside.
     """
 
@@ -145,7 +134,7 @@ def whole_row_calls(
         # Inside, calls are the models' own: the ring hooks them, and the self-check makes some.
         with ExitStack() as inside:
             inside.enter_context(calls.off())
-            if batch is None and batch_context.current() is not None:  # the program has sharded the rows of this call
+            if batch_context.current() is not None:  # the program has sharded the rows of this call
                 return model(*args, **kwargs)
             given = _by_name(model, args, kwargs)
             caches = given.get("use_cache") is True or any(given.get(name) is not None for name in CACHES)
@@ -154,13 +143,7 @@ def whole_row_calls(
             fused = bool(given.get(FUSED))
             kept = None if fused else given.pop(KEPT, None)
             rows = {name: x for name, x in given.items() if isinstance(x, Tensor) or (x is not None and name == COUNT)}
-            if batch is not None and _are_same(rows, batch.whole):
-                sharded = batch.sharded
-            else:  # on every rank: all hold whole rows
-                if batch is not None:
-                    batch.sharded.context.log.called = False  # it may have no call of its own
-                sharded = shard(model, rows)
-                inside.enter_context(sharded)
+            sharded = inside.enter_context(shard(model, rows, fused))  # on every rank: all hold whole rows
             output = model(**_own_share(model, given, sharded))
             packed = given.get("position_ids") is not None and sharded.context.facts.documents is not None
             if packed and sharded.ring.size > 1 and _makes_cache(model, given):
@@ -287,13 +270,13 @@ def _is_own(model: nn.Module) -> bool:
 
 
 def shard_call(
-    model: nn.Module, rows: Mapping[str, Any], group: Any, options: RingConfig, name: str = "",
-    beside: Sequence[nn.Module] = (), fused: bool = False, trains: bool | None = None, loss_alone: bool = False,
+    model: nn.Module, rows: Mapping[str, Any], group: Any, options: RingConfig, name: str = "", fused: bool = False,
+    trains: bool | None = None, loss_alone: bool = False,
 ) -> Sharded:  # fmt: skip
     """Shards the whole rows of a model's call.
 
     Args:
-        name: of the host's class. beside: other models that will get them. fused: it is for log-probabilities.
+        name: of the host's class. fused: it is for log-probabilities.
         trains: the host sets the model to training mode first; None: it trains if gradients are on.
         loss_alone: the host reads the model's loss, and no other output.
     """
@@ -301,13 +284,13 @@ def shard_call(
     rows = {name: mean_gradient(x, ring) if isinstance(x, Tensor) else x for name, x in rows.items()}
     if fused:
         step = TrialStep(_trial_of_fused, trains, "", (name, FUSED))
-        return shard_for(rows, group, options, model, False, step, beside)
+        return shard_for(rows, group, options, model, False, step)
     head, labelled = whole_heads.needs_whole_rows(model, rows), rows.get("labels") is not None
     shares = labelled and kinds.are_causal(model)
     makes_logits = options.loss == "sharded" or not (shares and loss_alone)
     options = replace(options, loss="sharded" if makes_logits else "auto")
     trial = None if head or shares else TrialStep(_trial, trains, "", (name, "whole rows", labelled))
-    sharded = shard_for(rows, group, options, model, not (head or shares), trial, beside, head=head)
+    sharded = shard_for(rows, group, options, model, not (head or shares), trial, head=head)
     sharded.context.state(Wanted).loss_alone = loss_alone
     return sharded
 
@@ -326,18 +309,6 @@ def _own_share(model: nn.Module, given: Mapping[str, Any], sharded: Sharded) -> 
     mine = {name: x for name, x in sharded.inputs.items() if shares_loss or name not in LOSS_INPUTS}
     taken = introspect.parameters_of(model, mine)
     return {**given, **{name: x for name, x in mine.items() if name in taken}}
-
-
-def _are_same(rows: Mapping[str, Any], whole: Mapping[str, Any]) -> bool:
-    """Returns True if a call has all inputs of the batch but labels, and no others."""
-    missing = [key for key, x in whole.items() if isinstance(x, Tensor) and key not in rows and key != "labels"]
-    return not missing and all(key in whole and _same(x, whole[key]) for key, x in rows.items())
-
-
-def _same(x: Any, other: Any) -> bool:
-    if not isinstance(x, Tensor) or not isinstance(other, Tensor):
-        return bool(x is other)
-    return x is other or (x.shape == other.shape and torch.equal(x, other))
 
 
 # ---- the self-check --------------------------------------------------------------------------------------------------

@@ -65,11 +65,22 @@ def _shard(host: Any, model: nn.Module, whole: dict[str, Any]) -> Sharded:
     options = trainer_facts.options_of_batches(host.model)
     trainer_facts.refuse_past_fused_head(host)
     step = TrialStep(_trial_loss, True, "", (type(host).__name__,))
-    rows = grpo_trainer.rows_of(whole, _scored(whole))
+    rows = _rows_of(whole)
     beside = [host.teacher_model]
     sharded = shard_for(rows, trainer_facts.group_of(host), options, model, step=step, beside=beside)
     sharded.context.state(_Share).inputs = sharded.inputs
     return sharded
+
+
+def _rows_of(whole: dict[str, Any]) -> dict[str, Tensor]:
+    """The models' whole inputs of prompts and completions, with images."""
+    scored = _scored(whole)
+    ids, mask = (torch.cat([whole[f"prompt_{x}"], whole[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+    labels = ids.clone()
+    labels[:, : -scored.shape[1]] = IGNORED
+    labels[:, -scored.shape[1] :][scored == 0] = IGNORED
+    rows = {name: whole[name] for name in grpo_trainer.IMAGES if isinstance(whole.get(name), Tensor)}
+    return {**rows, "input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def _scored(whole: dict[str, Any]) -> Tensor:

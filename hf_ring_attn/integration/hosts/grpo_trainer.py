@@ -13,13 +13,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ... import errors
-from ..batch.whole_row_calls import Rows, whole_row_calls
-from ..context import batch_context, ring_random
+from ..context import ring_random
 from ..context.mesh import ring_of_process
-from ..context.whole_batch import IGNORED
 from ..log import say, warn
 from ..model import admission
 from ..patching.changes import Patch
@@ -93,11 +91,11 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_per_token_logps_and_entropies(self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
         calls: Any = nullcontext()
-        if trainer_facts.group_of(self) is not None and batch_context.current() is None:
+        if trainer_facts.group_of(self) is not None and trainer_overrides.BY_CALLS not in vars(self):
             if torch.is_grad_enabled():
                 warn(trainer.WHOLE_ROWS.format(type(self).__name__))
             else:  # of the batches that TRL cuts
-                calls = whole_row_calls([model], functools.partial(whole_row_steps.shard_rows, self))
+                calls = whole_row_steps.sharded_calls(self, model, inside=False)
         with calls:
             return original(self, model, *given, **named)
 
@@ -109,27 +107,13 @@ def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     whole = host._prepare_inputs(inputs)
-    rows = rows_of(whole, whole["completion_mask"])
-    return functools.partial(
-        _step, host, model, Rows(whole_row_steps.shard_rows(host, model, rows), rows), whole
-    ), whole
-
-
-def rows_of(whole: dict[str, Any], scored: Tensor) -> dict[str, Tensor]:
-    """A model's whole inputs of prompts and completions. ``scored`` [B, C]: not 0 at completion tokens with labels."""
-    ids, mask = (torch.cat([whole[f"prompt_{x}"], whole[f"completion_{x}"]], 1) for x in ("ids", "mask"))
-    labels = ids.clone()
-    labels[:, : -scored.shape[1]] = IGNORED
-    labels[:, -scored.shape[1] :][scored == 0] = IGNORED
-    rows = {name: whole[name] for name in _IMAGES if isinstance(whole.get(name), Tensor)}
-    return {**rows, "input_ids": ids, "attention_mask": mask, "labels": labels}
+    return functools.partial(_step, host, model, whole), whole
 
 
 @contextmanager
-def _step(host: Any, model: nn.Module, rows: Rows, whole: Any) -> Iterator[None]:
-    models, shard = (model, host.model, host.ref_model), functools.partial(whole_row_steps.shard_rows, host)
-    calls = whole_row_calls(models, shard, rows)
-    with rows.sharded, calls, trainer_facts.prepared(host, whole), rings.rings_as_processes(host):
+def _step(host: Any, model: nn.Module, whole: Any) -> Iterator[None]:
+    calls = whole_row_steps.sharded_calls(host, model, inside=False)
+    with calls, trainer_facts.prepared(host, whole), rings.rings_as_processes(host):
         yield
 
 
@@ -186,14 +170,14 @@ def _predict(original: Callable[..., Any], host: Any, *given: Any) -> Any:
         return original(host, *given)
 
 
-_IMAGES = (
+IMAGES = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
-"""Inputs that these trainers hand on beside rows. Models get those that are tensors."""
+"""Inputs that these trainers hand on beside rows."""
 _LOG_PROBS = (
     "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=, compute_entropy=, compute_aux_loss=, "
-    f"{', '.join(f'{name}=' for name in _IMAGES)})"
+    f"{', '.join(f'{name}=' for name in IMAGES)})"
 )
 
 

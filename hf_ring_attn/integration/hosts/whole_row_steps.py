@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,11 +90,14 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
 
 
 @contextmanager
-def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False) -> Iterator[None]:
-    """Lets a trainer call its models with whole rows. ``is_whole``: Trainer's own methods see them, too."""
+def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False, inside: bool = True) -> Iterator[None]:
+    """Lets a trainer call its models with whole rows.
+
+    Args:
+        is_whole: Trainer's own methods see them, too. inside: see `whole_row_calls`.
+    """
     others = [x for x in vars(trainer).values() if isinstance(x, nn.Module)]  # a teacher, for example
-    shard = functools.partial(shard_rows, trainer, fused=False)
-    calls = whole_row_calls((model, trainer.model, *others), shard, inside=True)
+    calls = whole_row_calls((model, trainer.model, *others), functools.partial(shard_rows, trainer), inside)
     with Replaced(trainer, trainer_overrides.BY_CALLS, is_whole), calls:
         yield
 
@@ -140,19 +143,13 @@ TAKES_WHOLE_ROWS = (
 )
 
 
-def shard_rows(
-    host: Any, model: nn.Module, rows: Mapping[str, Any], beside: Sequence[nn.Module] = (), fused: bool = True
-) -> Sharded:
-    """Shards whole rows for a trainer's model.
-
-    Args:
-        beside: other models that will get them. fused: they are called for log-probabilities, else for logits.
-    """
+def shard_rows(host: Any, model: nn.Module, rows: Mapping[str, Any], fused: bool) -> Sharded:
+    """Shards the whole rows of a call of a trainer's model. ``fused``: for log-probabilities, else for logits."""
     options = options_of_batches(host.model)  # for a teacher, too
     if fused:
         refuse_past_fused_head(host)
     is_hosts = introspect.inside(model) is introspect.inside(host.model)  # not one in a module of the program's own
     return shard_call(
-        model, rows, group_of(host), options, type(host).__name__, beside, fused, trains=True,
+        model, rows, group_of(host), options, type(host).__name__, fused, trains=True,
         loss_alone=is_hosts and LOSS_ALONE in vars(host),
     )  # fmt: skip

@@ -287,6 +287,16 @@ class OtherTokens(GRPOTrainer):
         return parent._compute_loss(model, {**inputs, "prompt_ids": inputs["prompt_ids"].flip(0)})
 
 
+class AlsoLogits(GRPOTrainer):
+    """Adds a term of the logits of completions, which it computes without their prompts."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        parent: Any = super()
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return parent._compute_loss(model, inputs) + 0.1 * (logits.square().mean(-1) * mask).mean()
+
+
 class OwnRewards(GRPOTrainer):
     """Scales rewards by a number of all of them."""
 

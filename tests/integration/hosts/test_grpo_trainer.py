@@ -13,6 +13,7 @@ from tests.helpers.jobs.grpo_jobs import (
     DEFECTS,
     OVERRIDES,
     STEPS,
+    AlsoLogits,
     Case,
     OtherTokens,
     one_step,
@@ -198,9 +199,12 @@ REFUSED: list[tuple[str, Case, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_a_loss_of_other_rows_than_the_batchs(ranks: Ranks) -> None:
-    (want,) = ranks(1).run(reinforced, Case(""), Mesh(), OtherTokens)
-    for got in ranks(2).run(reinforced, Case(""), Mesh(cp=2), OtherTokens):
+@pytest.mark.parametrize("kind", [OtherTokens, AlsoLogits])
+def test_a_loss_of_other_rows_than_the_batchs(ranks: Ranks, kind: Any) -> None:
+    """`AlsoLogits` was refused: its call was taken for one of log-probabilities, by the self-check alone."""
+    case = Case("", {"learning_rate": 0.001})
+    (want,) = ranks(1).run(reinforced, case, Mesh(), kind)
+    for got in ranks(2).run(reinforced, case, Mesh(cp=2), kind):
         assert_equal_in_float64(got, want)
 
 
