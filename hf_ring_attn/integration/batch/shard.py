@@ -234,7 +234,8 @@ def shard_for(
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
         refusal = error
-    sent = [shared_kv.compiled_here(), *beside_weights.numbers(ring.small_device(device)), *numbers]
+    gradients, compare = beside_weights.start_comparison(ring, ring.small_device(device))
+    sent = [shared_kv.compiled_here(), *gradients, *numbers]
     agree = ring.start_agreement(facts, ring.small_device(device), compared_inputs.advice_for(batch), refusal, sent)
     visited = Visits()
     if refusal is None:  # while the message travels
@@ -243,7 +244,7 @@ def shard_for(
         sharded = Sharded(*cut_batch(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
         compiled, *everyone = agree()
-        beside_weights.refuse(*everyone[:3])
+        compare(everyone[:3])
     except (errors.PeerLost, errors.RanksDiffer) as error:
         if isinstance(error, errors.RanksDiffer):
             error.of_program = True

@@ -1,107 +1,152 @@
-"""Weights beside the model in a loop: exact if the program averages their gradients, else refused at the next batch."""
+"""Weights beside the model, whose gradients no wrapper averages: exact if the program does, else refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
-from hf_ring_attn.integration.gradients import beside_weights
 from hf_ring_attn.testing import relative_error
+from tests.helpers.checks import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
-from tests.helpers.live_ranks import LiveRanks
-from tests.helpers.models.tiny_models import SIZES, VOCABULARY, build
+from tests.helpers.models.tiny_models import tiny
 
-Ranks = Callable[[int], LiveRanks]
-BATCHES = [tokens(23, seed=seed) for seed in range(3)]
+KINDS = ["head", "head on a frozen model", "vector", "vector of whole rows", "sparse table"]
 
 
-def trained(kind: str, averages: bool, steps: int = 3) -> list[Tensor]:
-    """A head's weight after each step. ``kind``: "ddp", "bare" or "whole rows". ``averages``: the head's gradient."""
-    in_ring = dist.is_initialized()
-    inner: Any = build("LlamaModel", "ring_fp32" if in_ring else "sdpa", **SIZES)
-    model: Any = DistributedDataParallel(inner) if in_ring and kind == "ddp" else inner
-    torch.manual_seed(0)
-    head = nn.Linear(inner.config.hidden_size, VOCABULARY)
-    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
-    found = []
-    for batch in BATCHES[:steps]:
-        optimizer.zero_grad()
-        _backward(model, head, batch, kind, averages)
-        optimizer.step()
-        found.append(head.weight.detach().clone())
-    return found
-
-
-def _backward(model: Any, head: nn.Module, batch: Any, kind: str, averages: bool) -> None:
-    in_ring, targets = dist.is_initialized(), pad(batch["labels"][:, 1:], (0, 1), value=-100)
-    if in_ring and kind == "whole rows":
-        with hf_ring_attn.whole_rows(model) as rows:
-            states = model(input_ids=batch["input_ids"]).last_hidden_state
-        cross_entropy(head(states).flatten(0, 1), targets.flatten()).backward()
-        rows.reduce_gradients(model)
-        return
-    whole = {"shift_labels": targets, "num_items_in_batch": (targets != -100).sum()}
-    sharded: Any = hf_ring_attn.shard(batch) if in_ring else SimpleNamespace(inputs=whole)
-    names = ("input_ids", "position_ids", "attention_mask")
-    given = {name: sharded.inputs[name] for name in names if name in sharded.inputs} if in_ring else {
-        "input_ids": batch["input_ids"]}  # fmt: skip
-    with sharded if in_ring else nullcontext():
-        states = model(**given).last_hidden_state
-    total = cross_entropy(head(states).flatten(0, 1), sharded.inputs["shift_labels"].flatten(), reduction="sum")
-    (total / sharded.inputs["num_items_in_batch"]).backward()
-    if in_ring and averages:
-        sharded.reduce_gradients(head)
-    if in_ring and kind == "bare":
-        sharded.reduce_gradients(model)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "bare", "whole rows"])
-def test_a_head_whose_gradient_is_averaged_is_that_of_one_process(ranks: Ranks, kind: str) -> None:
-    """From whole rows every rank has the same gradient, so none need be averaged."""
-    want = trained(kind, True)
-    for found in ranks(2).run(trained, kind, True):
-        assert all(relative_error(got, weight) < 1e-5 for got, weight in zip(found, want, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["ddp", "bare"])
-def test_a_head_whose_gradient_is_not_is_refused(ranks: Ranks, kind: str) -> None:
-    for error in ranks(2).run(attempt, trained, kind, False):
-        assert error is not None and error[0] == "RanksDiffer"
-        assert "the same gradient of weights beside the model (its norm), but got" in error[1]
-    assert ranks(2).run(attempt, forgotten, kind) == [None, None]
-
-
-def forgotten(kind: str) -> None:
-    """What the last batch left is not that of another program."""
-    beside_weights.forget()
-    trained(kind, True, steps=1)
-
-
-def test_weights_of_another_process_than_all_are_not_compared(ranks: Ranks) -> None:
-    """Only one rank has an optimizer of its own: nobody waits for another."""
-    assert ranks(2).run(attempt, one_rank_alone) == [None, None]
-
-
-def one_rank_alone() -> None:
-    model: Any = build("LlamaForCausalLM", "ring_fp32", **SIZES)
-    own = nn.Parameter(torch.zeros(3))
-    optimizer = torch.optim.SGD([own], lr=0.1)
-    for batch in BATCHES:
+def of_tokens(model: Any, extra: nn.Parameter, kind: str, in_ring: bool) -> tuple[Any, Tensor]:
+    """What reduces gradients, and a loss that uses a weight beside the model."""
+    batch = tokens(23)
+    labels = batch["labels"]
+    if kind == "vector of whole rows":
+        with hf_ring_attn.whole_rows(model) if in_ring else nullcontext() as rows:
+            return rows, model(**batch).loss
+    inputs: dict[str, Any] = batch
+    sharded: Any = nullcontext()
+    targets, count = nn.functional.pad(labels[:, 1:], (0, 1), value=-100), (labels[:, 1:] != -100).sum()
+    if in_ring:
         sharded = hf_ring_attn.shard(batch)
-        with sharded:
+        inputs, targets = sharded.inputs, sharded.inputs["shift_labels"]
+        count = sharded.inputs["num_items_in_batch"]
+    with sharded, torch.set_grad_enabled("frozen" not in kind):
+        output = model(**inputs) if kind == "vector" else model(**{**inputs, "labels": None}, output_hidden_states=True)
+    if kind == "vector":
+        return sharded, output.loss
+    states = output.hidden_states[-1]
+    if kind == "sparse table":
+        states = states + nn.functional.embedding(inputs["input_ids"], extra, sparse=True)
+        logits = states @ states.new_ones(states.shape[-1], 5).cumsum(1)
+        return sharded, cross_entropy(
+            logits.flatten(0, 1), targets.where(targets < 0, targets % 5).flatten(), reduction="sum"
+        ) / count
+    return sharded, cross_entropy((states @ extra).flatten(0, 1), targets.flatten(), reduction="sum") / count
+
+
+def steps(kind: str, wrap: str, reduces: bool, in_ring: bool = True) -> tuple[Tensor, tuple[str, str] | None]:
+    """The weight beside the model after two steps, and what was raised in the second of them."""
+    model: Any = tiny("llama", "ring_fp32" if in_ring else None).train()
+    torch.manual_seed(0)
+    width, words = model.config.hidden_size, model.config.vocab_size
+    shape = (width,) if "vector" in kind else (words, width) if kind == "sparse table" else (width, words)
+    extra = nn.Parameter(torch.randn(shape) * 0.1)
+    if "vector" in kind:
+        model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output + extra)
+    if "frozen" in kind:
+        model.requires_grad_(False)
+    wrapped = model
+    if wrap == "DDP":
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    if wrap == "FSDP2":
+        wrapped = fully_shard(model)
+    optimizer = torch.optim.SGD([*model.parameters(), extra], 0.1)
+
+    def step() -> None:
+        reducer, loss = of_tokens(wrapped, extra, kind, in_ring)
+        loss.backward()
+        if in_ring and not wrap:
+            reducer.reduce_gradients(model)
+        if in_ring and reduces:
+            reducer.reduce_gradients(extra)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return extra.detach(), attempt(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [("head", ""), ("head", "DDP"), ("head", "FSDP2"), ("head on a frozen model", ""), ("vector", ""),
+     ("vector", "DDP"), ("vector of whole rows", "FSDP2"), ("sparse table", "")],
+)  # fmt: skip
+def test_a_weight_that_nobody_averages_is_refused(ranks: Ranks, kind: str, wrap: str) -> None:
+    """Each rank stepped by the gradient of its tokens, silently, and the copies drifted apart."""
+    for _, raised in ranks(2).run(steps, kind, wrap, False):
+        assert raised is not None and raised[0] == "RanksDiffer"
+        assert "beside the model" in raised[1] and "call reduce_gradients for them" in raised[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [("head", ""), ("head", "DDP"), ("head", "FSDP2"), ("vector", "DDP"), ("vector of whole rows", "FSDP2")],
+)
+def test_one_that_the_program_averages_is_that_of_one_process(ranks: Ranks, kind: str, wrap: str) -> None:
+    want, _ = steps(kind, "", False, in_ring=False)
+    for got, raised in ranks(2).run(steps, kind, wrap, True):
+        assert raised is None
+        assert relative_error(got, want) < 1e-5
+
+
+def of_one_value() -> None:
+    """A weight that every rank uses alike needs no average."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    scale = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], 0.1)
+    for _ in range(2):
+        with hf_ring_attn.shard(tokens(23)) as sharded:
+            loss = model(**sharded.inputs).loss
+        (loss * scale).backward()
+        sharded.reduce_gradients(model)
+        optimizer.step()
+
+
+def of_whole_rows() -> None:
+    """A head of whole rows needs none either."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    head = nn.Linear(model.config.vocab_size, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 0.1)
+    for _ in range(2):
+        with hf_ring_attn.whole_rows(model) as rows:
+            logits = model(input_ids=tokens(23)["input_ids"]).logits
+        head(logits).square().mean().backward()
+        rows.reduce_gradients(model)
+        optimizer.step()
+
+
+def of_one_rank() -> None:
+    """A probe that the first rank trains alone, for a log: nobody waits for the others."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    probe = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([probe], 0.1)
+    for _ in range(2):
+        with hf_ring_attn.shard(tokens(23)) as sharded:
             loss = model(**sharded.inputs).loss
         loss.backward()
         sharded.reduce_gradients(model)
         if dist.get_rank() == 0:
-            own.sum().backward()
+            probe.sum().backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("program", [of_one_value, of_whole_rows, of_one_rank])
+def test_what_needs_no_average_is_left_alone(ranks: Ranks, program: Callable[[], None]) -> None:
+    assert ranks(2).run(attempt, program) == [None, None]
