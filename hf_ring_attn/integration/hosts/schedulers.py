@@ -223,6 +223,9 @@ def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
             if each and state.num_processes > 1 and batch_context.live_batches():
                 say(_COUNTS_PROCESSES.format(state.num_processes))
             original(self, *args, **kwargs)
+        elif linked and self.split_batches:
+            for _ in range(state.num_processes if counts_processes(self) else 1):
+                original(self, *args, **kwargs)
         elif not each or counts_processes(self):
             original(self, *args, **kwargs)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):

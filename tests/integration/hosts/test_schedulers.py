@@ -117,6 +117,16 @@ def test_a_scheduler_has_the_rates_of_one_process(process: dict[str, Any], kind:
     assert not [x for x in schedule.state_dict().values() if isinstance(x, schedulers.ProcessCount)]
 
 
+@pytest.mark.parametrize("rings", [1, 2])
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_split_batches_have_the_rates_of_one_process(process: dict[str, Any], multiplied: bool, rings: int) -> None:
+    """A multiplied schedule took as many times as long as there are processes, silently."""
+    number = processes(process, rings)
+    made, alone = optimizer(), optimizer()
+    schedule = own(made, number if multiplied else 1, STEPS)
+    assert rates(prepared(schedule, split=True), made) == pytest.approx(rates(own(alone, 1, STEPS), alone))
+
+
 @pytest.mark.parametrize("multiplied", [True, False])
 def test_a_scheduler_that_ends_does_not_go_on(process: dict[str, Any], multiplied: bool) -> None:
     number = processes(process, 2)
