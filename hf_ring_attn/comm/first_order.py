@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,6 +53,17 @@ class _Refusing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         raise SecondGradient(ctx.what)
+
+
+def refuse_second_gradients(nodes: Iterable[Any]) -> None:
+    """Refuses a graph that differentiates a gradient again, before its backward does.
+
+    Raises:
+        SecondGradient.
+    """
+    for node in nodes:
+        if type(node).__name__ == f"{_Refusing.__name__}Backward":
+            raise SecondGradient(node.what)
 
 
 _TRACEABLE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)

@@ -109,7 +109,7 @@ class MaskOutsideRing(Refused):
         super().__init__(
             "an attention mask is being made inside backward, outside the sharded batch's context. A whole model (not "
             "its layers) is checkpointed, and its recompute would take the shard for the whole row. Checkpoint layers "
-            "(model.gradient_checkpointing_enable()), or call backward inside `with sharded:`."
+            "(model.gradient_checkpointing_enable()), or call backward inside `with sharded:` or `with whole_rows():`."
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ... import errors
+from ...comm.first_order import refuse_second_gradients
 from ...comm.ring import Ring
 from ...layers.chunked_loss import nodes_from
 from ..context import batch_context
@@ -132,6 +133,8 @@ def _backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs:
 @uncompiled("hf_ring_attn looks at the graph of a loss")
 def _grad(original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `torch.autograd.grad`, as `_backward`."""
+    if kwargs.get("is_grads_batched") and _reached_from(_ends_of(outputs))[0]:
+        raise errors.UnsupportedVmap("a gradient of whole rows was asked for with is_grads_batched=True, so")
     beside, found = _beside(outputs), original(outputs, inputs, *args, **kwargs)
     for ring, weights in beside.items():
         asked = zip(_each(inputs), _each(found), strict=True)
@@ -145,7 +148,7 @@ def _beside(losses: Any) -> dict[Ring, list[Tensor]]:
     """Weights of the program's own that models used inside calls with whole rows, by the calls' rings.
 
     Raises:
-        PastOutputs: see `refuse_past_outputs`.
+        PastOutputs: see `refuse_past_outputs`. SecondGradient: the loss has a gradient in it.
     """
     live = [context for context in live_batches() if context.ring.size > 1]
     if not any(context.state(WholeCall).model for context in live):
@@ -156,6 +159,7 @@ def _beside(losses: Any) -> dict[Ring, list[Tensor]]:
         return {}
     reached, past = _reached_from(_ends_of(losses))
     if any(call.model is not None for call in past):  # in other batches, losses are of a rank's tokens
+        refuse_second_gradients(nodes_from(_ends_of(losses), OUTPUTS))
         raise errors.PastOutputs()
     calls = [(node, context) for node in reached if (context := batch_of_output(node)) is not None]
     found: dict[Ring, list[Tensor]] = {}

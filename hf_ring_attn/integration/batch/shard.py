@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ... import errors
 from ...arguments import check_type
 from ...attention.op import lacks_backward
+from ...comm.first_order import inside_transforms
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...layers.collectives import gather_sequence
@@ -20,7 +21,7 @@ from ...sharding.layout import Layout, note_balanced
 from ...traffic import interruption_guard
 from ..context import batch_context, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
-from ..context.introspect import TOKENS
+from ..context.introspect import TOKENS, name_of
 from ..context.local_batch import cut_batch
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
@@ -219,6 +220,9 @@ def shard_for(
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
     check_type("config", config, (RingConfig, type(None)), "a RingConfig, or None")
     ring = find_ring(group)
+    if ring.size > 1 and inside_transforms():  # else the comparison below would fail at what it cannot read
+        use = "a batch was sharded" if model is None else f"{name_of(model)} was called in a ring"
+        raise errors.UnsupportedVmap(use)
     interruption_guard(ring).check()  # else the comparison below would be taken for the rest of that attention
     options = config or (model_record.DEFAULT if model is None else model_record.options_of(model))
     refusal: errors.Refused | None = None

@@ -317,6 +317,15 @@ def error_of(how: str) -> str:
             bias = {"score_mod": Alibi(4)} if how.endswith("biased scores") else {}
             outputs = model(input_ids=batch["input_ids"], output_hidden_states=True, **bias)
             logits, state = outputs.logits, outputs.hidden_states[1]
+        if how == "a penalty on a gradient":
+            (found,) = torch.autograd.grad(logits.std(), [model.lm_head.weight], create_graph=True)
+            logits = logits + found.square().sum()
+        if how == "a gradient for each row":
+            with hf_ring_attn.whole_rows(model):
+                torch.func.vmap(lambda ids: model(input_ids=ids[None]).logits)(batch["input_ids"].repeat(2, 1))
+        if how == "a gradient for each row, in one backward":
+            pair = torch.stack([logits.std(), logits.mean()])
+            torch.autograd.grad(pair, [model.lm_head.weight], torch.eye(2), is_grads_batched=True)
         if how == "a gradient by a state":
             torch.autograd.grad(logits.std() + state.std(), state, retain_graph=True)
         if how == "a kept gradient of a state":
