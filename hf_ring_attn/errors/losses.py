@@ -28,7 +28,8 @@ class LossNotSharded(Refused):
             trainer = f"For any other loss {_GATHERED}: then compute_loss gets whole rows"
         if gathers:
             trainer = f"Use {_GATHERED} in a trainer"
-        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {_OWN_LOOP}"
+        loop = _OWN_LOOP.replace(").", "), without labels.") if again else _OWN_LOOP
+        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {loop}"
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {todo}")
 
 

@@ -159,6 +159,12 @@ def test_one_process_needs_no_ring() -> None:
     assert float(loss) == pytest.approx(float(jobs.weighed(tiny("llama"), batch)), rel=1e-6)
 
 
+def test_a_loss_that_a_forward_computes_needs_a_call_without_labels() -> None:
+    """The error told a loop to call the model in whole_rows, where it had raised it (ElectraForPreTraining)."""
+    text = str(hf_ring_attn.errors.LossNotSharded("the loss of Model", again=True))
+    assert text.endswith("call the model in hf_ring_attn.whole_rows(model), without labels.")
+
+
 def test_a_model_must_be_a_module() -> None:
     with pytest.raises(hf_ring_attn.RingAttentionError, match="models"), hf_ring_attn.whole_rows("llama"):  # type: ignore[arg-type]
         pass
