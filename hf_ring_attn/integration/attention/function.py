@@ -119,18 +119,19 @@ def ring_attention_forward(
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
         out.register_hook(lambda _gradient: warn_without_ring())  # it trains: a program need not call model.train()
     if not torch.compiler.is_compiling():
-        _follow(out, module)
+        _follow(out, module, spec)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
 @uncompiled("hf_ring_attn hooks the backward of an attention")
-def _follow(out: Tensor, layer: nn.Module) -> None:
+def _follow(out: Tensor, layer: nn.Module, spec: MaskSpec) -> None:
     """Notes an attention with its batch and in its graph, and lets its backward average gradients at its end, if need
     be."""
     context = batch_context.current()
     if context is None or context.ring.size == 1 or is_recomputing():  # a reentrant checkpoint's is inside another
         return
-    context.state(AttendedLayers).note(layer)
+    if spec.layout.world_size > 1:  # not a tower's, which some ranks may leave out
+        context.state(AttendedLayers).note(layer)
     if not out.requires_grad:
         return
     note_attention(out, context)
