@@ -47,13 +47,19 @@ def divides_by_whole(factors: list[Any], batch: WholeBatch | None, size: int, de
     """Returns 1 if a loss is divided by a count of the whole batch, and not multiplied by the ring ``size``; else 0."""
     if batch is None or not factors:
         return 0
-    one = torch.ones(1, dtype=torch.float64, device=device)
-    by = torch.cat([one * (x.to(device) if isinstance(x, Tensor) else x) for x in factors])
-    labels, rows, tokens = one * batch.items * size, batch.rows, batch.rows * batch.length
-    counts = torch.cat([labels, labels + rows, one * tokens, one * (tokens - rows)])  # of labels, shifted or not
+    rows, tokens, labels = batch.rows, batch.rows * batch.length, batch.items * size
+    by = torch.cat([_number(x, device) for x in factors])
+    counts = torch.cat([_number(x, device) for x in (labels, labels + rows, tokens, tokens - rows)])
     products = by[:, None] * counts
     is_whole, is_gathered = (((products * times - 1).abs() < NEAR).any() for times in (1, size))
     return (is_gathered | (is_whole & ~((by / size - 1).abs() < NEAR).any())).long()
+
+
+def _number(x: Any, device: torch.device) -> Tensor:
+    """[1] float64. A number is filled in, since a copy to a GPU would wait for it."""
+    if isinstance(x, Tensor):
+        return x.detach().to(device, torch.float64).reshape(1)
+    return torch.full((1,), x, dtype=torch.float64, device=device)
 
 
 DIVIDED = (
