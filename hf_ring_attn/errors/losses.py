@@ -9,7 +9,7 @@ OWN_TERM = (
     "accelerator.num_processes; another model's loss: other(**inputs, num_items_in_batch=num_items_in_batch).loss * "
     "accelerator.num_processes."
 )
-_OWN_LOOP = "in your own loop call the model in hf_ring_attn.whole_rows(model)."
+_OWN_LOOP = "in your own loop call the model in hf_ring_attn.whole_rows(model)"
 _GATHERED = "hf_ring_attn.configure(model, RingConfig(loss='gathered'))"
 
 
@@ -28,8 +28,7 @@ class LossNotSharded(Refused):
             trainer = f"For any other loss {_GATHERED}: then compute_loss gets whole rows"
         if gathers:
             trainer = f"Use {_GATHERED} in a trainer"
-        loop = _OWN_LOOP.replace(").", "), without labels.") if again else _OWN_LOOP
-        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {loop}"
+        todo = f"{OWN_TERM} {trainer}." if own else f"{trainer}; {_OWN_LOOP}{', without labels' * again}."
         super().__init__(f"{what} cannot be computed exactly from one rank's tokens. {todo}")
 
 

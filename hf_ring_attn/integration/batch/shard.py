@@ -248,7 +248,7 @@ def shard_for(
         sharded = Sharded(*cut_batch(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
         compiled, *everyone = agree()
-        compare(everyone[:3])
+        compare(everyone[: beside_weights.COLUMNS])
     except (errors.PeerLost, errors.RanksDiffer) as error:
         if isinstance(error, errors.RanksDiffer):
             error.of_program = True
@@ -259,7 +259,7 @@ def shard_for(
         shared_kv.go_by_bits()
 
     context = sharded.context
-    context.state(SentNumbers)[:] = everyone[3:]
+    context.state(SentNumbers)[:] = everyone[beside_weights.COLUMNS :]
     context.state(Visits).update(visited)
     context.gathers_logits = gathers_logits
     if step is not None:

@@ -20,11 +20,13 @@ from ... import errors
 from ...comm.ring import Ring
 from ..context import model_record
 from ..patching import optimizer_steps
+from .loss_gradients import differ, summary_of
 
-SAMPLE = 2**12
-"""The most numbers of a gradient that are compared."""
-SAME = 1e-3
-"""The relative difference that rounding explains, where each rank computed the gradient of whole rows."""
+GROUPS = 16
+"""So many weights are compared by themselves; of more, sums of some of them."""
+COLUMNS = 1 + 2 * GROUPS
+ROUNDING = 1e-5
+"""A part of the largest norm that may be rounding: the gradient of a weight that should have none."""
 TODO = (
     "No wrapper averages the gradients of weights beside the model, and each rank has that of its own tokens. After "
     "each backward call reduce_gradients for them, too, also under DDP and FSDP2. Or all ranks must compute them of "
@@ -50,11 +52,11 @@ def _note(optimizer: Optimizer) -> None:
         found = [weakref.ref(x) for x in weights if id(x) not in known and type(x) in (Tensor, nn.Parameter)]
         _beside[optimizer] = len(weights), found
     alive = (x for reference in found if (x := reference()) is not None)
-    _stepped.extend((tuple(x.shape), _summary(x)) for x in alive)
+    _stepped.extend((tuple(x.shape), summary_of(x.grad, x.device)) for x in alive)
 
 
 def start_comparison(ring: Ring, device: torch.device) -> tuple[list[Any], Callable[[list[list[int]]], None]]:
-    """Returns three integers of the steps since the last batch, and what to call with those of all ranks.
+    """Returns `COLUMNS` integers of the steps since the last batch, and what to call with those of all ranks.
 
     Args:
         device: of the message with these integers.
@@ -67,34 +69,20 @@ def start_comparison(ring: Ring, device: torch.device) -> tuple[list[Any], Calla
 
     def end(found: list[list[int]]) -> None:
         counts, *sums = found
-        if not all(counts) or len(set(counts)) > 1 or not _differ(torch.tensor(sums).view(torch.float64)):
+        if not all(counts) or len(set(counts)) > 1:
             return
-        everyone = torch.stack(ring.objects(torch.stack([summary for _, summary in steps]).cpu()), -1)
-        place = next((place for place, of_one in enumerate(everyone) if _differ(of_one)), 0)
-        what = f"gradient (its norm) of a weight of shape {steps[place][0]} beside the model"
-        raise errors.RanksDiffer(what, everyone[place, 0].tolist(), TODO)
+        groups = torch.tensor(sums).view(torch.float64).unflatten(0, (GROUPS, 2))
+        least = ROUNDING * float(groups[:, 0].nan_to_num(0.0, 0.0).amax())
+        if any(differ(of_ranks, least) for of_ranks in groups):
+            everyone = torch.stack(ring.objects(torch.stack([summary for _, summary in steps]).cpu()), -1)
+            place = next((place for place, of_ranks in enumerate(everyone) if differ(of_ranks, least)), 0)
+            what = f"gradient (its norm) of a weight of shape {steps[place][0]} beside the model"
+            raise errors.RanksDiffer(what, everyone[place, 0].tolist(), TODO)
 
-    total = torch.stack([summary for _, summary in steps]).sum(0).view(torch.int64) if steps else (0, 0)
-    return [len(steps), *total], end
-
-
-def _summary(weight: Tensor) -> Tensor:
-    """[2] float64: the norm of a sample of a gradient, and its part along one direction."""
-    gradient = weight.grad
-    if gradient is None:
-        return torch.zeros(2, dtype=torch.float64, device=weight.device)
-    gradient = gradient.coalesce().values() if gradient.is_sparse else gradient.detach()
-    few = gradient.flatten()[:: max(1, -(-gradient.numel() // SAMPLE))].double()
-    along = few @ torch.arange(len(few), dtype=torch.float64, device=few.device).cos()
-    return torch.stack([torch.linalg.vector_norm(few), along])
-
-
-def _differ(of_ranks: Tensor) -> bool:
-    """Returns True if norms and parts [2, ranks] differ by more than rounding."""
-    size, part = of_ranks
-    finite = size.isfinite() & part.isfinite()  # a step that a scaler of float16 skips has none
-    apart = torch.maximum(size.amax() - size.amin(), part.amax() - part.amin())
-    return bool(finite.all() and apart > SAME * size.amax())
+    groups = torch.zeros(GROUPS, 2, dtype=torch.float64, device=device)
+    for place, (_, summary) in enumerate(steps):
+        groups[place % GROUPS] += summary
+    return [len(steps), *(groups.view(torch.int64).flatten() if steps else [0] * 2 * GROUPS)], end
 
 
 def forget() -> None:

@@ -47,9 +47,8 @@ def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None, layers: A
     """
     facts = {"gradient of the loss": gradient.detach()}
     doing = "compared the gradient of its loss"
-    device = ring.small_device(gradient.device)
-    known: list[Any] = [0, 0] if factor is None else [1, _bits(factor, device)]
-    _wait_for_both(ring, facts, known, layers, doing, device, _refuse_factors)
+    known: list[Any] = [0, 0] if factor is None else [1, _bits(factor, ring.small_device(gradient.device))]
+    compare_with_layers(ring, facts, known, layers, doing, gradient.device, _refuse_factors)
 
 
 def compare_whole(gradient: Tensor | None, ring: Ring, device: torch.device, layers: AttendedLayers) -> None:
@@ -58,27 +57,41 @@ def compare_whole(gradient: Tensor | None, ring: Ring, device: torch.device, lay
     Args:
         gradient: None, under DDP, of what no loss uses. device: of what it is a gradient. layers: of the batch.
     """
-    norm, along = torch.zeros(2, dtype=torch.float64, device=device)
-    if gradient is not None:
-        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-        few = gradient.detach().flatten()[:: -(-gradient.numel() // SAMPLE)].double()
-        along = few @ torch.arange(len(few), dtype=torch.float64, device=few.device).cos()
-    device = ring.small_device(device)
-    bits: list[Any] = [_bits(norm, device), _bits(along, device)]
-    _wait_for_both(ring, {}, bits, layers, "compared a gradient of whole rows", device, _refuse_norms)
+    bits = [_bits(x, ring.small_device(device)) for x in summary_of(gradient, device)]
+    compare_with_layers(ring, {}, bits, layers, "compared a gradient of whole rows", device, _refuse_norms)
 
 
-def _wait_for_both(
+def summary_of(gradient: Tensor | None, device: torch.device) -> Tensor:
+    """[2] float64: the norm of a gradient, and its part along one direction. ``device``: of what it is a gradient."""
+    if gradient is None:
+        return torch.zeros(2, dtype=torch.float64, device=device)
+    gradient = gradient.detach()
+    gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    few = gradient.flatten()[:: max(1, -(-gradient.numel() // SAMPLE))].double()
+    return torch.stack([norm, few @ torch.arange(len(few), dtype=torch.float64, device=few.device).cos()])
+
+
+def differ(summaries: Tensor, least: float = 0.0) -> bool:
+    """Returns True if `summary_of` a gradient [2, ranks] differs by more than rounding, and than ``least``."""
+    norms, along = summaries
+    finite = norms.isfinite() & along.isfinite()
+    apart = torch.maximum(norms.amax() - norms.amin(), along.amax() - along.amin())
+    return bool(finite.any() and not (finite.all() and apart <= SAME_NORM * norms.amax() + least))
+
+
+def compare_with_layers(
     ring: Ring, facts: Mapping[str, object], numbers: list[Any], layers: AttendedLayers, doing: str,
-    device: torch.device, refuse: Callable[[list[int], list[int]], None],
+    device: torch.device, refuse: Callable[..., None],
 ) -> None:  # fmt: skip
-    """Starts the comparison of two numbers of a gradient, which ``refuse`` gets of all ranks, and of layers."""
+    """Starts the comparison of layers, of ``facts``, and of ``numbers``: ``refuse`` gets each of these of all ranks."""
+    device = ring.small_device(device)
     end = ring.start_agreement(facts, device, TODO, collect=[*layers.numbers, *numbers], doing=doing)
 
     def refuse_either() -> None:
-        known, layers_of, *of_gradient = end()
+        known, layers_of, *others = end()
         layers.refuse(ring, known, layers_of)
-        refuse(*of_gradient)
+        refuse(*others)
 
     wait_for(device, refuse_either)
 
@@ -106,12 +119,10 @@ def _refuse_factors(known: list[int], bits: list[int]) -> None:
 
 def _refuse_norms(norms: list[int], along: list[int]) -> None:
     """Raises RanksDiffer, on every rank, if gradients have other norms, or another part along one direction."""
-    size, part = (torch.tensor(bits, dtype=torch.int64).view(torch.float64) for bits in (norms, along))
-    finite = size.isfinite()
-    apart = torch.maximum(size.amax() - size.amin(), part.amax() - part.amin())
-    if finite.any() and not (finite.all() and apart <= SAME_NORM * size.amax()):
+    summaries = torch.tensor([norms, along], dtype=torch.int64).view(torch.float64)
+    if differ(summaries):
         raise errors.RanksDiffer(
-            "gradient of what a model returned for whole rows (its norm)", size.tolist(), SAME_LOSS
+            "gradient of what a model returned for whole rows (its norm)", summaries[0].tolist(), SAME_LOSS
         )
 
 

@@ -77,6 +77,11 @@ class Call:
         return str(self.function.__name__)
 
     @property
+    def other(self) -> Any:
+        """The first argument beside ``x``; None: there is no other."""
+        return next((one for one in (*self.args, *self.kwargs.values()) if one is not self.x), None)
+
+    @property
     def axis(self) -> int | None:
         """The axis of the tokens of ``x``."""
         return self.share.axis(self.x.shape, self.past.selected)

@@ -129,15 +129,10 @@ class Origin(Share):
         device = self.ring.small_device(device)
         message = Message.of(self, gradient if has_loss else None, device)
         self.noted.clear()
-        numbers = [*self.layers.numbers, *message.packed()]
-        end = self.ring.start_agreement({}, device, collect=numbers, doing="compared how it made its loss")
-
-        def finish() -> None:
-            known, layers, *columns = end()
-            self.layers.refuse(self.ring, known, layers)
-            _refuse(Message.unpacked(columns))
-
-        loss_gradients.wait_for(device, finish)
+        loss_gradients.compare_with_layers(
+            self.ring, {}, message.packed(), self.layers, "compared how it made its loss", device,
+            lambda *columns: _refuse(Message.unpacked(list(columns))),
+        )  # fmt: skip
 
 
 class Message(

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from .calls import Call
+from .whole_counts import MULTIPLES, QUOTIENTS
 
 SUMS = {"sum", "nansum"}
 MEANS = {"mean", "nanmean"}
 PRODUCTS = {"dot", "vdot", "inner", "mv", "mm", "bmm", "matmul", "__matmul__", "__rmatmul__", "einsum", "tensordot"}
-BY_ONE_NUMBER = {
-    "div", "divide", "true_divide", "truediv", "itruediv", "mul", "multiply", "rmul", "imul",
+BY_ONE_NUMBER = QUOTIENTS | MULTIPLES | {
     "gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal",
 }  # fmt: skip
 """Functions of tokens and one number, perhaps: quotients, products, comparisons."""
@@ -91,7 +91,7 @@ def divisor_of(call: Call) -> float | Tensor | None:
     """Returns by what a function divides or multiplies tokens, or compares them, if that may be a number of tokens."""
     if call.name.strip("_") not in BY_ONE_NUMBER or call.x.numel() <= call.share.rows:  # a sum's gradient tells
         return None
-    by = next((one for one in (*call.args, *call.kwargs.values()) if one is not call.x), None)
+    by = call.other
     if isinstance(by, Tensor):  # one number, or one of each row; else each token has its own
         return by if by.numel() in (1, call.share.rows) and not by.requires_grad else None
     return float(by) if isinstance(by, (int, float)) and by else None

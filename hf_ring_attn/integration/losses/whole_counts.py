@@ -15,7 +15,7 @@ from torch import Tensor
 from .calls import Call
 
 QUOTIENTS = {"div", "divide", "true_divide", "truediv", "itruediv"}
-PRODUCTS = {"mul", "multiply", "rmul", "imul"}
+MULTIPLES = {"mul", "multiply", "rmul", "imul"}
 NEAR = 1e-6
 """Relative: numbers that are the same, but for rounding in float32."""
 
@@ -31,16 +31,16 @@ class WholeBatch(NamedTuple):
 def factor_of(call: Call) -> float | Tensor | None:
     """Returns by what a function multiplies numbers of tokens, or their sum, if it is one number."""
     name = call.name.strip("_")
-    if name not in QUOTIENTS | PRODUCTS:
+    if name not in QUOTIENTS | MULTIPLES:
         return None
-    by = next((one for one in (*call.args, *call.kwargs.values()) if one is not call.x), None)
+    by: Any = call.other
     if isinstance(by, Tensor) and by.numel() == 1 and not by.requires_grad:
-        by = by.detach().double().reshape(1)
+        factor: float | Tensor = by.detach().double().reshape(1)
     elif isinstance(by, (int, float)) and by:
-        by = float(by)
+        factor = float(by)
     else:
         return None
-    return 1.0 / by if name in QUOTIENTS else by
+    return 1.0 / factor if name in QUOTIENTS else factor
 
 
 def divides_by_whole(factors: list[Any], batch: WholeBatch | None, size: int, device: torch.device) -> int | Tensor:

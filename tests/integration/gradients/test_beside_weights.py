@@ -150,3 +150,25 @@ def of_one_rank() -> None:
 @pytest.mark.parametrize("program", [of_one_value, of_whole_rows, of_one_rank])
 def test_what_needs_no_average_is_left_alone(ranks: Ranks, program: Callable[[], None]) -> None:
     assert ranks(2).run(attempt, program) == [None, None]
+
+
+def beside_a_large_one(averages: bool) -> None:
+    """A head whose large gradient is averaged, and a scale whose small one is only if ``averages``."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    head, scale = nn.Linear(model.config.hidden_size, model.config.vocab_size), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters(), scale], 1e-3)
+    for _ in range(2):
+        with hf_ring_attn.shard(tokens(23)) as sharded:
+            states = model(**{**sharded.inputs, "labels": None}, output_hidden_states=True).hidden_states[-1]
+        logits, targets = head(states).flatten(0, 1), sharded.inputs["shift_labels"].flatten()
+        total = cross_entropy(logits * (1 + 1e-3 * (scale - 1)), targets, reduction="sum")
+        (total / sharded.inputs["num_items_in_batch"]).backward()
+        for weight in (model, head, *([scale] * averages)):
+            sharded.reduce_gradients(weight)
+        optimizer.step()
+
+
+def test_a_small_gradient_beside_a_large_one_is_seen(ranks: Ranks) -> None:
+    assert ranks(2).run(attempt, beside_a_large_one, True) == [None, None]
+    for error in ranks(2).run(attempt, beside_a_large_one, False):
+        assert error is not None and error[0] == "RanksDiffer" and "a weight of shape () beside" in error[1]
