@@ -112,6 +112,8 @@ def parts() -> list[Run]:
         Run("ring_auto_128K", 128, SFT, "own_sft_128K"),
         Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 8192", "own_fused_32K"),
         Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload-above 28 --window 4096", steps=2),
+        Run("dpo_8K", 8, f"{FUSED} --trainer dpo --no-checkpointing"),
+        Run("dpo_32K", 32, f"{FUSED} --trainer dpo"),
         *[run for length in (32, 128) for run in experts(length)],
         # 224 GiB of host memory for two GPUs
         Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload-above 16", steps=1),

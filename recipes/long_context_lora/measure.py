@@ -33,7 +33,7 @@ KINDS = (
 """Kinds of GPU work, by names of kernels; the first that fits counts."""
 
 
-def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
+def flops_per_step(model: torch.nn.Module, config: Any, tokens: int, forward_only: bool = False) -> float:
     """Floating-point operations that one step over one causal sequence of ``tokens`` needs, recomputation left out.
 
     4 x tokens x frozen parameters in matrix products (forward, and the gradient of the input) + 6 x tokens x trained
@@ -42,7 +42,8 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     the part counts that a token takes.
     A gated delta rule (Qwen3.5) is 18 x tokens x heads x key width x value width instead: each token's key reads the
     state, its outer product with a value is added, its query reads the state (forward 6, backward 12). Embeddings that
-    are only looked up cost nothing. Call it before parameters are sharded.
+    are only looked up cost nothing. ``forward_only``: 2 x tokens x parameters, and the forward's part of the others.
+    Call it before parameters are sharded.
     """
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     looked_up = {id(p) for p in embeddings.parameters()}
@@ -60,7 +61,10 @@ def flops_per_step(model: torch.nn.Module, config: Any, tokens: int) -> float:
     if linear := len(kinds) - len(attending):
         heads, width = config.linear_num_value_heads, config.linear_key_head_dim
         state = linear * heads * width * config.linear_value_head_dim
-    return float(4 * tokens * frozen + 6 * tokens * trained + attention + 18 * tokens * state)
+    mixing = attention + 18 * tokens * state  # of tokens with each other
+    if forward_only:
+        return float(2 * tokens * (frozen + trained) + mixing / 3)
+    return float(4 * tokens * frozen + 6 * tokens * trained + mixing)
 
 
 def in_products(name: str, parameter: torch.nn.Parameter, config: Any) -> float:

@@ -32,17 +32,23 @@ from transformers import (
     set_seed,
 )
 
+ANSWER = 64
+"""Tokens of an answer in --trainer dpo: the prompt is the long part."""
+
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model of the Hub or a folder; without it: --shape, with random weights")
     parser.add_argument("--shape", choices=SHAPES, default="8B", help="of a Llama with random weights")
     parser.add_argument("--layers", type=int, metavar="N", help="of the shape: what a layer takes at a long row")
-    parser.add_argument("--tokens", type=int, default=131072, help="in the one sequence of a step")
+    parser.add_argument("--tokens", type=int, default=131072,
+                        help="in the one sequence of a step; with --trainer dpo in each of its two")  # fmt: skip
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--implementation", choices=("ring_fp32", "sdpa"), default="ring_fp32",
                         help="sdpa: accelerate's own context parallelism, to compare with")  # fmt: skip
-    parser.add_argument("--trainer", choices=("trainer", "sft"), default="trainer")
+    parser.add_argument("--trainer", choices=("trainer", "sft", "dpo"), default="trainer",
+                        help="dpo: pairs of answers to long prompts; the reference is the model without its adapter"
+                        )  # fmt: skip
     parser.add_argument("--loss", choices=("auto", "chunked", "sharded", "gathered"), default="auto",
                         help="sharded: all logits of a rank's tokens; gathered: a loss of the program's own, of the "
                         "logits of whole rows (ring_fp32, Trainer)")  # fmt: skip
@@ -74,8 +80,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="save the trained adapter there, at the end")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
-    if options.trainer == "sft" and options.loss != "auto":
-        parser.error("SFTTrainer always computes its loss with TRL's fused head: leave --loss out")
+    if options.trainer != "trainer" and options.loss != "auto":
+        parser.error("TRL's trainers compute losses of their own: leave --loss out")
+    if options.trainer == "dpo" and (options.full or options.compile_layers):
+        parser.error("--trainer dpo: its reference is the model without LoRA: leave --full and --compile-layers out")
     of_ring = ("save_attention", "backward", "deterministic", "loss", "mlp_tokens", "offload_above")
     chosen = [f"--{name.replace('_', '-')}" for name in of_ring if getattr(options, name) != parser.get_default(name)]
     if chosen and options.implementation != "ring_fp32":
@@ -160,7 +168,6 @@ def make_trainer(options: argparse.Namespace) -> Any:
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    rows = Rows(encode, options.steps, options.tokens)
     if options.implementation == "ring_fp32":
         import hf_ring_attn
 
@@ -171,6 +178,9 @@ def make_trainer(options: argparse.Namespace) -> Any:
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too
+    if options.trainer == "dpo":
+        return dpo_trainer(options, model, tokenizer, Rows(encode, options.steps, options.tokens + ANSWER), on_gpu)
+    rows = Rows(encode, options.steps, options.tokens)
     adapted = model if options.full else get_peft_model(model, adapter(options))
     compile_layers(adapted, options.compile_layers)
     if options.no_lora_casts:
@@ -191,6 +201,31 @@ def make_trainer(options: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
+def dpo_trainer(options: argparse.Namespace, model: Any, tokenizer: Any, rows: Rows, on_gpu: bool) -> Any:
+    """Each pair is a row without its last `ANSWER` tokens, and one without those before them."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    pairs = [
+        {
+            "prompt": tokenizer.decode(row[: -2 * ANSWER]),
+            "chosen": tokenizer.decode(row[-2 * ANSWER : -ANSWER]),
+            "rejected": tokenizer.decode(row[-ANSWER:]),
+        }
+        for row in rows.tokens
+    ]
+    trainer = DPOTrainer(
+        model,
+        args=DPOConfig(**common(options, on_gpu), max_length=options.tokens),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer,
+        peft_config=adapter(options),
+    )
+    if options.no_lora_casts:
+        without_casts(trainer.model)
+    return trainer
+
+
 def main() -> None:
     options = parsed()
     if options.implementation == "ring_fp32":
@@ -198,7 +233,10 @@ def main() -> None:
     trainer = make_trainer(options)
     config, model = trainer.model.config, trainer.model
     work = flops_per_step(model, config, options.tokens)
-    meter = Meter(options.tokens, work, options.profile, options.memory)
+    tokens = options.tokens
+    if options.trainer == "dpo":
+        work, tokens = 2 * (work + flops_per_step(model, config, tokens, forward_only=True)), 2 * tokens
+    meter = Meter(tokens, work, options.profile, options.memory)
     trainer.add_callback(meter)
     trainer.train()
     results = meter.results()  # of all ranks
