@@ -21,7 +21,7 @@ from ...sharding.layout import Layout, note_balanced
 from ...traffic import interruption_guard
 from ..context import batch_context, model_record, ring_random, shared_kv
 from ..context.batch_context import BatchContext
-from ..context.introspect import TOKENS, name_of
+from ..context.introspect import TOKENS, configs_of, name_of
 from ..context.local_batch import cut_batch
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
@@ -176,7 +176,7 @@ def shard(
         model: the model that will run. Needed if it is compiled as a whole, or if its head gets whole rows.
 
     Raises:
-        BadOption: config has loss="gathered", which is for trainers.
+        BadOption: config has loss="gathered", which is for trainers, or a model was passed as the group.
         BadBatch: this rank's batch cannot be sharded exactly.
         UnevenLength: with RingConfig(pad=False), if the row would need padding.
         RefusedElsewhere: another rank's batch cannot be sharded.
@@ -185,6 +185,8 @@ def shard(
     """
     if isinstance(config, RingConfig) and config.loss == "gathered":
         raise errors.BadOption("loss", config.loss, _GATHERS)
+    if isinstance(group, nn.Module):
+        raise errors.BadOption("group", name_of(group), _BY_NAME)
     sharded = shard_for(batch, group, config, model, head=whole_heads.needs_whole_rows(model, batch))
     counted = track(sharded.inputs, LOSS_INPUTS)  # trainers count by themselves
     sharded.context.state(TrackedInputs).update(counted)
@@ -195,6 +197,17 @@ _GATHERS = (
     "'auto', 'chunked' or 'sharded' for shard, where a model returns what it computes of this rank's tokens. For "
     "outputs of whole rows call it in hf_ring_attn.whole_rows(model)"
 )
+
+
+_BY_NAME = "a process group. Pass a model by the argument's name: hf_ring_attn.shard(batch, model=model)"
+
+
+def _encoder_decoder(model: nn.Module | None) -> errors.Refused | None:
+    """The refusal of an encoder-decoder: a batch of one is refused for its labels or inputs, which are not at fault."""
+    if model is None:
+        return None
+    kinds = [config.model_type for config in configs_of(model) if getattr(config, "is_encoder_decoder", False)]
+    return errors.EncoderDecoder(name_of(model), kinds[0]) if kinds else None
 
 
 def shard_for(
@@ -237,7 +250,7 @@ def shard_for(
         whole = read_batch(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
         facts["layout"] = whole.layout.owners
     except errors.Refused as error:
-        refusal = error
+        refusal = _encoder_decoder(model) or error
     gradients, compare = beside_weights.start_comparison(ring, ring.small_device(device))
     sent = [shared_kv.compiled_here(), *gradients, *numbers]
     agree = ring.start_agreement(facts, ring.small_device(device), compared_inputs.advice_for(batch), refusal, sent)

@@ -107,7 +107,9 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
         if isinstance(tokens, Tensor):
             check_dense(name, tokens)
             if tokens.dim() != (2 if name == "input_ids" else 3):
-                raise errors.BadShape(name, tuple(tokens.shape), "it must be [B, S] (inputs_embeds: [B, S, width])")
+                need = "it must be [B, S] (inputs_embeds: [B, S, width])"
+                need += ". Multiple choice is not supported" if name == "input_ids" and tokens.dim() == 3 else ""
+                raise errors.BadShape(name, tuple(tokens.shape), need)
             if not len(tokens):
                 raise errors.BadShape(name, tuple(tokens.shape), "it must have a row at least")
             return tokens

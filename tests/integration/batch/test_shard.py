@@ -136,6 +136,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "only ['chosen_input_ids', 'rejected_input_ids']. If it has several kinds of rows, call the model",
     ),
     "one row without a batch": ({"input_ids": IDS[0]}, "input_ids has shape (8,), but it must be [B, S]"),
+    "rows of several choices": (
+        {"input_ids": IDS[:, None]},
+        "input_ids has shape (2, 1, 8), but it must be [B, S] (inputs_embeds: [B, S, width]). Multiple choice is not",
+    ),
     "embeddings without a width": ({"inputs_embeds": IDS}, "inputs_embeds has shape (2, 8), but it must be [B, S]"),
     "lists": ({"input_ids": [[1, 2, 3]]}, "input_ids is a list, not a tensor. Make it one, [B, S, ...]."),
     "sound alone": ({"input_features": torch.zeros(1)}, "the batch holds neither input_ids nor inputs_embeds, only ["),
