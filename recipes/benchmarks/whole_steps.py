@@ -36,6 +36,7 @@ STEPS = {8: 12, 32: 6, 128: 3, 256: 2}
 """Of each run, by thousands of tokens. The first two are not timed; of fewer steps the last one is."""
 FUSED = "--liger --no-lora-casts"
 SFT = f"{FUSED} --trainer sft"
+DPO = f"{FUSED} --trainer dpo"
 SDPA = "--implementation sdpa"
 
 
@@ -81,8 +82,8 @@ def runs() -> list[Run]:
 def parts() -> list[Run]:
     """More runs, by --only. `plan` says that qlora70_128K, qlora32_256K, qlora32_416K, LoRA and 32K fit 2 x H100.
 
-    full_512K_window is for one H200, the others are for 2 x H200. All activations of 32K tokens fit an H100 only if
-    the MLPs run in chunks, so accelerate's own needs checkpointing there.
+    own_dpo_8K, own_dpo_32K and full_512K_window are for one H200, the others are for 2 x H200. All activations of 32K
+    tokens fit an H100 only if the MLPs run in chunks, so accelerate's own needs checkpointing there.
 
     Where a whole step takes too long: its memory with a window of 4096, its time from one layer and two, in their
     second step, since the first compiles torchao's optimizer.
@@ -112,8 +113,10 @@ def parts() -> list[Run]:
         Run("ring_auto_128K", 128, SFT, "own_sft_128K"),
         Run("ring_chunks_32K", 32, f"{FUSED} --no-checkpointing --mlp-tokens 8192", "own_fused_32K"),
         Run("full_512K_window", 512, f"{long['full_1M'][1]} --offload-above 28 --window 4096", steps=2),
-        Run("dpo_8K", 8, f"{FUSED} --trainer dpo --no-checkpointing"),
-        Run("dpo_32K", 32, f"{FUSED} --trainer dpo"),
+        Run("own_dpo_8K", 8, f"{SDPA} {DPO} --no-checkpointing"),
+        Run("ring_dpo_8K", 8, f"{DPO} --no-checkpointing", "own_dpo_8K"),
+        Run("own_dpo_32K", 32, f"{SDPA} {DPO}"),
+        Run("ring_dpo_32K", 32, DPO, "own_dpo_32K"),
         *[run for length in (32, 128) for run in experts(length)],
         # 224 GiB of host memory for two GPUs
         Run("lora_1M", 1024, "--liger --no-lora-casts --mlp-tokens 16384 --offload-above 16", steps=1),
