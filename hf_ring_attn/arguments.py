@@ -12,8 +12,6 @@ from torch import Tensor
 from .errors import BadOption
 
 MOST = 2**62
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check(holds: bool, name: str, got: object, need: str) -> None:

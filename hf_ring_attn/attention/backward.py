@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
+from ..dtypes import accumulate_dtype
+from ..kernels import Gradients, Kernel, Params, Place
 from ..sharding.layout import Layout, chunks_of
 from ..sharding.plan import Segments
 from ..traffic import Sums, Traffic, interruption_guard, ring_pass_groups, ring_pass_halves, seen_by_heads

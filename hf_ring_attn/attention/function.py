@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arguments import FLOATS, INTEGERS, check, check_flag, check_tensor, check_type, is_whole, number, whole_number
+from ..arguments import check, check_flag, check_tensor, check_type, is_whole, number, whole_number
 from ..comm.first_order import refuse_transforms, refuse_vmap
 from ..comm.ring import LOCAL, Ring
 from ..config import RingConfig
+from ..dtypes import FLOATS, INTEGERS
 from ..errors import BadShape, RanksDiffer, Refused
 from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..sharding.layout import LONGEST, Layout
@@ -283,7 +284,8 @@ def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Ref
     todo = "Call ring_attention with the same options on every rank."
     # A transform of torch.func that was refused would wrap messages, too.
     with nullcontext() if refusal is None else torch._C._DisableFuncTorch():
-        (lengths,) = ring.agree(facts, device, todo, refusal, [q.shape[1] if refusal is None else 0])
+        mine = [q.shape[1] if refusal is None else 0]
+        (lengths,) = ring.agree(facts, device, todo, refusal, mine, doing="compared its call of ring_attention")
     total = sum(lengths)
     expected = [Layout(total, ring.size, rank).held() for rank in range(ring.size)]
     if lengths != expected:

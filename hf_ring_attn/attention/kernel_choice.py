@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import errors
 from ..comm.ring import Ring
 from ..kernels import Params, Part, Request, ScoreMod, asking, choose, kernels_named, text_of
 from ..sharding.layout import Run
@@ -37,11 +36,12 @@ def kernel_for(ring: str, name: str, request: Request) -> str:
     chosen, refusal = "", None
     try:
         chosen = choose(name, request, kernel_trial.failures_of).name
-    except errors.Refused as error:
+    except Exception as error:  # noqa: BLE001  raised below; else the others would wait
         refusal = error
     meeting = Ring(ring)
     facts = {"kernel": chosen, "version of torch": str(torch.__version__)}
-    meeting.agree(facts, meeting.small_device(torch.device(request.device)), _SAME_KERNEL, refusal)
+    device = meeting.small_device(torch.device(request.device))
+    meeting.agree(facts, device, _SAME_KERNEL, refusal, doing="chose a kernel")
     return chosen
 
 
@@ -85,7 +85,7 @@ def agree_on_scores(ring: Ring, mod: ScoreMod, device: torch.device) -> None:
     except TypeError:  # it cannot be cached
         known = set()
     if ring.size > 1 and ring.name not in known:
-        ring.agree(score_mod_facts(mod), ring.small_device(device), _SAME_FUNCTION)
+        ring.agree(score_mod_facts(mod), ring.small_device(device), _SAME_FUNCTION, doing="compared its score_mod")
         known.add(ring.name)
 
 

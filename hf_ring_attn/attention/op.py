@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only, inside_transforms, refuse_transforms
-from ..kernels import KERNELS, Kernel, Params, accumulate_dtype
+from ..dtypes import accumulate_dtype
+from ..kernels import KERNELS, Kernel, Params
 from ..sharding.plan import Plan
 from ..traffic import GatheredKV, LayerRole, Traffic, gathered_kv_for, seen_by_heads
 from .backward import gradients

@@ -56,7 +56,10 @@ class SavedResults:
 
     def contexts(self) -> tuple[Active, Active]:
         """The contexts of the checkpoint's forward and of its recomputes."""
-        return _Saves(self), _Reuses(self)
+        return Counts(self._keep), _Reuses(self)
+
+    def _keep(self, out: Tensor, lse: Tensor) -> None:
+        self.saved.append(self.save(out, lse))
 
 
 class Active:
@@ -86,16 +89,6 @@ class Counts(Active):
     def attend(self, compute: Callable[[], Pair], q: Tensor) -> Pair:
         out, lse = compute()
         self.count(out, lse)
-        return out, lse
-
-
-class _Saves(Active):
-    def __init__(self, results: SavedResults) -> None:
-        self.results = results
-
-    def attend(self, compute: Callable[[], Pair], q: Tensor) -> Pair:
-        out, lse = compute()
-        self.results.saved.append(self.results.save(out, lse))
         return out, lse
 
 

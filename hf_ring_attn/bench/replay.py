@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..comm.ring import Ring
-from ..kernels import Gradients, Kernel, Params, Place, accumulate_dtype
+from ..dtypes import accumulate_dtype
+from ..kernels import Gradients, Kernel, Params, Place
 from ..sharding.layout import Layout
 from ..sharding.mask import Mask
 from ..sharding.plan import Plan, Segments, Tables, seen_keys

@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..kernels import Gradients, Kernel, Params, accumulate_dtype
+from ..dtypes import accumulate_dtype
+from ..kernels import Gradients, Kernel, Params
 from ..sharding.mask import CAUSAL, UNBOUNDED, Mask
 from .replay import Answer, places, ranks_of, replay_forward
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..comm.ring import Ring
-from ..kernels import Params, Request, accumulate_dtype
+from ..dtypes import accumulate_dtype
+from ..kernels import Params, Request
 from ..sharding.layout import Layout
 from ..sharding.mask import CAUSAL, UNBOUNDED, Band, Mask, tiles
 from ..sharding.plan import Plan, Tables

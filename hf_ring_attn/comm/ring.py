@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from ..dtypes import accumulate_dtype
 from ..errors import BadOption, NotSendable, PeerLost, RanksDiffer, RefusedElsewhere
 from .fingerprint import first_difference, numbers_of, row_of
 from .groups import group_of, name_of, state_of
@@ -103,6 +104,15 @@ class Ring:
         ring.__dict__.update(size=size, rank=rank)
         return ring
 
+    def _key(self) -> object:
+        return self.name if self.name != LOCAL else (self.size, self.rank)  # a simulated rank has no group's name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ring) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
     @property
     def group(self) -> dist.ProcessGroup:
         """Its process group, which a ring does not keep alive. Raises GroupDestroyed."""
@@ -178,8 +188,6 @@ class Ring:
     def send_on(self, tensors: Sequence[Tensor], doing: str) -> Pending:
         """Starts to send tensors to the next rank, and to receive the previous rank's, which have the same shapes."""
         tensors = [tensor.contiguous() for tensor in tensors]
-        if self.size == 1:
-            return Pending(self, doing, tensors, ())
         arriving = [torch.empty_like(tensor) for tensor in tensors]
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         moves = []
@@ -191,8 +199,6 @@ class Ring:
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Reduce-scatters [W, ...] in rank order to this rank's entry [...], summed in the tensor's dtype."""
-        if self.size == 1:
-            return tensor[0]
         tensor = tensor.contiguous()
         mine = torch.empty_like(tensor[0])
         with _following_peers("summed gradients of keys and values", self):
@@ -230,14 +236,14 @@ class Ring:
 
     def agree(
         self, facts: Mapping[str, object], device: torch.device, todo: str = "", failure: Exception | None = None,
-        collect: Sequence[int] = (), doing: str = "compared its batch with the other ranks",
+        collect: Sequence[int] = (), *, doing: str,
     ) -> list[list[int]]:  # fmt: skip
         """`start_agreement`, and its end at once."""
-        return self.start_agreement(facts, device, todo, failure, collect, doing)()
+        return self.start_agreement(facts, device, todo, failure, collect, doing=doing)()
 
     def start_agreement(
         self, facts: Mapping[str, object], device: torch.device, todo: str = "", failure: Exception | None = None,
-        collect: Sequence[int] = (), doing: str = "compared its batch with the other ranks",
+        collect: Sequence[int] = (), *, doing: str,
     ) -> Callable[[], list[list[int]]]:  # fmt: skip
         """Compares facts among ranks in one small collective; if any differs, all ranks raise.
 
@@ -248,10 +254,11 @@ class Ring:
             todo: advice if they differ.
             failure: the error that this rank must raise; then no rank goes on.
             collect: numbers that may differ, equally many on every rank.
-            doing: this rank's activity, for errors.
+            doing: this rank's activity, in words of its own, by which ranks at different places are told apart.
 
         Returns:
-            a function to call next in this ring, which waits, and returns each of ``collect`` of all ranks.
+            a function that ends the comparison: it waits, and returns for each number of ``collect`` those of all
+            ranks. Other messages of the ring may start before, in one order on all ranks.
 
         Raises (that function):
             this rank's ``failure``; RefusedElsewhere: another rank has one, with its name and words.
@@ -351,16 +358,9 @@ TOGETHER = 2**24
 """Most numbers in one message of `Ring.means`: 64 MiB in float32."""
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tokens and ranks are added up: int64, float64 for float64, float32 for other floats."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _wide_copy(tensor: Tensor) -> Tensor:
     """A copy to add up, which ranks do by memory, whatever its order: one of them may hold a transposed tensor."""
-    return tensor.to(sum_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
+    return tensor.to(accumulate_dtype(tensor.dtype), copy=True, memory_format=torch.contiguous_format)
 
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -368,7 +368,7 @@ def _together(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     run: list[Tensor] = []
     count = 0
     for x in tensors:
-        like = not run or (sum_dtype(x.dtype), x.device) == (sum_dtype(run[0].dtype), run[0].device)
+        like = not run or (accumulate_dtype(x.dtype), x.device) == (accumulate_dtype(run[0].dtype), run[0].device)
         if not like or count + x.numel() > TOGETHER:
             yield from [run] if run else []
             run, count = [], 0

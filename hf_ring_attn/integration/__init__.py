@@ -62,7 +62,6 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undoes the registrations and every patch of transformers, accelerate and trl; takes what is ours off modules."""
-    changes.uninstall()
     modules.remove_all()
     optimizer_steps.forget()
     ddp.forget()
@@ -72,3 +71,4 @@ def uninstall() -> None:
     loss_graph.forget()
     replicas.forget()
     forget_models()
+    changes.uninstall()  # last: a filter may turn its warnings into errors

@@ -10,7 +10,7 @@ import torch
 
 from ..config import kernel_from_environment
 from ..errors import BadOption, UnsupportedAttention
-from .base import PART, Asked, Gradients, Kernel, Params, Part, Place, Request, accumulate_dtype
+from .base import PART, Asked, Gradients, Kernel, Params, Part, Place, Request
 from .flash2 import Flash2
 from .flash4 import Flash4
 from .flex import Flex
@@ -37,7 +37,6 @@ __all__ = [
     "Request",
     "ScoreFunction",
     "ScoreMod",
-    "accumulate_dtype",
     "asking",
     "choose",
     "in_score_mod",

@@ -13,12 +13,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..dtypes import HALVES, accumulate_dtype
 from .score_mods.score_mod import ScoreMod
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over tokens: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_products(dout: Tensor, out: Tensor) -> Tensor:
@@ -40,9 +36,6 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     share = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))
     out.copy_(out * share[..., None])
     return total
-
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def reasons_of_flash(request: Request) -> list[str]:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dtypes import HALVES, accumulate_dtype
 from ..sharding.mask import Tile
-from .base import HALVES, Gradients, InOrder, Kernel, Params, Request, accumulate_dtype, row_products
+from .base import Gradients, InOrder, Kernel, Params, Request, row_products
 from .score_mods.score_mod import Indices, Pull
 
 SCORES_PER_BLOCK = 2**21

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only
-from ..comm.ring import Ring, sum_dtype
+from ..comm.ring import Ring
+from ..dtypes import accumulate_dtype
 from ..sharding.layout import Layout
 
 
@@ -29,7 +30,7 @@ class _GatherSequence(torch.autograd.Function):
     def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.alike:
             return ctx.layout.shard(ctx.layout.pad(gradient, 1), 1) * ctx.ring.size, None, None, None
-        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(sum_dtype(gradient.dtype))
+        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(accumulate_dtype(gradient.dtype))
         return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None, None
 
 

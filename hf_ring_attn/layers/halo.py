@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only
-from ..comm.ring import Ring, sum_dtype
+from ..comm.ring import Ring
 from ..comm.sparse_exchange import Exchange
+from ..dtypes import accumulate_dtype
 from ..sharding.layout import Layout
 
 ALL = slice(None)
@@ -161,6 +162,6 @@ class _Before(torch.autograd.Function):
     @staticmethod
     @first_order_only("a layer that takes tokens of other ranks")
     def backward(ctx: Any, _saved: tuple[()], own: Tensor, before: Tensor) -> tuple[Tensor | None, ...]:
-        wide = sum_dtype(own.dtype)
+        wide = accumulate_dtype(own.dtype)
         back = ctx.exchange.give_back(ctx.rows.ring, before.to(wide), own.shape[1])
         return (own.to(wide) + back).to(own.dtype), None, None

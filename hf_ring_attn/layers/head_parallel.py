@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..comm.first_order import first_order_only
-from ..comm.ring import Pending, sum_dtype
+from ..comm.ring import Pending
+from ..dtypes import accumulate_dtype
 from .halo import RowShare, Span
 
 Compute = Callable[[list[Tensor], list[Tensor], list[Tensor]], Tensor]
@@ -170,7 +171,7 @@ def _sum(x: Tensor, part: list[Span], count: int) -> Tensor:
     """Adds spans [n, ...] into [N, ...]; overlaps are summed."""
     if sum(stop - start for start, stop in part) == count:
         return x
-    total = torch.zeros(count, *x.shape[1:], dtype=sum_dtype(x.dtype), device=x.device)
+    total = torch.zeros(count, *x.shape[1:], dtype=accumulate_dtype(x.dtype), device=x.device)
     for (lo, hi), piece in zip(part, x.split([stop - start for start, stop in part]), strict=True):
         total[lo:hi] += piece
     return total.to(x.dtype)

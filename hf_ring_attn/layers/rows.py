@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arguments import FLOATS, INTEGERS, check, check_tensor
-from ..comm.ring import Ring, sum_dtype
+from ..arguments import check, check_tensor
+from ..comm.ring import Ring
+from ..dtypes import FLOATS, INTEGERS, accumulate_dtype
 from ..errors import BadShape
 from ..sharding.layout import Layout
 from .collectives import gather_sequence, sum_over_ring
@@ -57,7 +58,7 @@ def cumsum_row(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None = None
     Summed as in `sum_row`. What travels is one sum a chunk, in the order of the row.
     """
     chunks: Tensor = _kept(x, layout, mask).unflatten(1, (layout.chunks, layout.chunk))
-    within: Tensor = chunks.cumsum(2, dtype=sum_dtype(x.dtype))
+    within: Tensor = chunks.cumsum(2, dtype=accumulate_dtype(x.dtype))
     if layout.chunk == 0:
         return within.flatten(1, 2).to(_like(x))
     totals = within[:, :, -1]  # [B, chunks, ...]: a row of chunks, each of one token
@@ -70,10 +71,7 @@ def cumsum_row(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None = None
 
 def _sum(x: Tensor, ring: Ring, layout: Layout, mask: Tensor | None) -> Tensor:
     """The sum in the dtype in which it is made."""
-    local = _kept(x, layout, mask).sum(1, dtype=sum_dtype(x.dtype))
-    if local.is_floating_point():
-        return sum_over_ring(local, ring)
-    return ring.total(local)
+    return sum_over_ring(_kept(x, layout, mask).sum(1, dtype=accumulate_dtype(x.dtype)), ring)
 
 
 def _kept(x: Tensor, layout: Layout, mask: Tensor | None) -> Tensor:

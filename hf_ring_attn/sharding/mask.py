@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import INTEGERS, check, check_tensor, check_type, is_whole, whole_number
+from ..arguments import check, check_tensor, check_type, is_whole, whole_number
+from ..dtypes import INTEGERS
 from ..errors import BadShape, CrossedDocuments
 from .layout import Run
 

@@ -82,4 +82,4 @@ class InterruptionGuard:
 
 def interruption_guard(ring: Ring) -> InterruptionGuard:
     """Returns the guard of a ring's process group, shared by its transports; a fresh one without communication."""
-    return InterruptionGuard() if ring.size == 1 or ring.name == LOCAL else ring.state(InterruptionGuard)
+    return InterruptionGuard() if ring.name == LOCAL else ring.state(InterruptionGuard)

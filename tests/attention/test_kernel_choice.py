@@ -5,15 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_ring_attn import kernels, ring_attention
+from hf_ring_attn.attention import kernel_choice, kernel_trial
 from hf_ring_attn.attention.kernel_choice import why_not_preferred
 from hf_ring_attn.config import KERNEL_NAMES, RingConfig
-from hf_ring_attn.errors import BadOption, UnsupportedAttention
+from hf_ring_attn.errors import BadOption, RefusedElsewhere, UnsupportedAttention
 from hf_ring_attn.kernels import KERNELS, Request, choose
 from hf_ring_attn.kernels.reference import Reference
 from tests.helpers.checks import Ranks
@@ -152,3 +154,21 @@ def test_fp8_is_refused_on_every_rank_before_anything_travels(ranks: Ranks) -> N
     """It was reported as a lost peer, and a ring of three hung."""
     for text in ranks(3).run(dtype_refused):
         assert text.startswith("q.dtype=torch.float8_e4m3fn is not possible: it must be")
+
+
+def out_of_memory() -> str:
+    """What a rank raises if the second one has no memory for a trial of kernels."""
+    error = torch.OutOfMemoryError("no memory for the trial")
+    failing = mock.patch.object(kernel_trial, "failures_of", side_effect=error if dist.get_rank() else None)
+    q = torch.randn(1, 8, 2, 8)
+    kernel_choice.kernel_for.cache_clear()
+    with failing, pytest.raises((torch.OutOfMemoryError, RefusedElsewhere)) as raised:
+        ring_attention(q, q, q, length=16)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_rank_without_memory_for_a_trial_tells_the_others(ranks: Ranks) -> None:
+    """They waited for it until the time-out."""
+    first, second = ranks(2).run(out_of_memory)
+    assert second == "OutOfMemoryError: no memory for the trial"
+    assert first.startswith("RefusedElsewhere: ") and "rank 1: OutOfMemoryError: no memory for the trial" in first

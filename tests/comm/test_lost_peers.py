@@ -29,7 +29,9 @@ OPERATIONS: dict[str, Callable[[Ring], object]] = {
     "passed gradients on": lambda ring: ring.send_on([torch.ones(4)], "passed gradients on").wait(),
     "summed gradients of keys and values": lambda ring: ring.reduce_scatter(torch.ones(ring.size, 4)),
     "averaged over the ring": lambda ring: ring.mean(torch.ones(4)),
-    "compared its batch with the other ranks": lambda ring: ring.agree({"rows": 1}, CPU, ""),
+    "compared its batch with the other ranks": lambda ring: ring.agree(
+        {"rows": 1}, CPU, doing="compared its batch with the other ranks"
+    ),
     "compared lengths": lambda ring: ring.numbers(1, CPU, "compared lengths"),
 }
 
@@ -139,7 +141,7 @@ def out_of_step() -> str:
         if ring.rank:
             ring.numbers(1, CPU, "averaged its loss")
         else:
-            ring.agree({"rows": 1}, CPU, "")
+            ring.agree({"rows": 1}, CPU, doing="compared its batch with the other ranks")
     except RanksDiffer as error:
         return str(error)
     return ""

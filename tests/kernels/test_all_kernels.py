@@ -22,7 +22,8 @@ from torch import Tensor
 from hf_ring_attn.bench import replay
 from hf_ring_attn.bench.replay import Answer, Transfer, places
 from hf_ring_attn.comm.ring import Ring
-from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Place, Request, ScoreMod, accumulate_dtype, choose
+from hf_ring_attn.dtypes import accumulate_dtype
+from hf_ring_attn.kernels import KERNELS, Gradients, Kernel, Params, Place, Request, ScoreMod, choose
 from hf_ring_attn.kernels.flash2 import Flash2
 from hf_ring_attn.kernels.flash4 import Flash4
 from hf_ring_attn.kernels.reference import Reference

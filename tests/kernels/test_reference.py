@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_ring_attn.kernels import Gradients, Params, accumulate_dtype, reference
+from hf_ring_attn.dtypes import accumulate_dtype
+from hf_ring_attn.kernels import Gradients, Params, reference
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import UNBOUNDED, Band, Mask, tiles
 from hf_ring_attn.testing import BIDIRECTIONAL, Case, Inputs, inputs, packed, sliding

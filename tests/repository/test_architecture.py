@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "hf_ring_attn"
 MOST_LINES = 400
 
-BASE = {"errors", "config", "arguments"}
+BASE = {"errors", "config", "arguments", "dtypes"}
 DATA = BASE | {"comm", "sharding"}
 RING = DATA | {"kernels", "traffic", "layers", "attention"}
 SHARED = {"integration.log", "integration.patching", "integration.context"}
@@ -34,6 +34,7 @@ TOOLS = {"autoload", "doctor", "plan", "bench", "verify"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
+    "dtypes": set(),
     "config": {"arguments", "errors"},
     "comm": BASE,  # buffers and groups, never who sees whom
     "sharding": BASE | {"comm"},  # data only: layouts, masks, plans

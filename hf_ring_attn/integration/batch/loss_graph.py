@@ -126,7 +126,8 @@ def _backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs:
     original(tensors, *args, **kwargs)
     for ring, weights in beside.items():
         facts = {"weights beside the model": str([tuple(x.shape) for x in weights])}
-        ring.agree(facts, ring.small_device(weights[0].device), SOME)
+        device = ring.small_device(weights[0].device)
+        ring.agree(facts, device, SOME, doing="averaged weights beside the model")
         average(weights, ring)
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_DOING = "compared its batch with the other ranks"
 _NO_BACKWARD = (
     "This rank ran no backward since its last forward. If other ranks ran theirs, they wait for this one there: skip a "
     "backward on all ranks of a ring, or on none."
@@ -252,8 +253,8 @@ def shard_for(
     except errors.Refused as error:
         refusal = _encoder_decoder(model) or error
     gradients, compare = beside_weights.start_comparison(ring, ring.small_device(device))
-    sent = [shared_kv.compiled_here(), *gradients, *numbers]
-    agree = ring.start_agreement(facts, ring.small_device(device), compared_inputs.advice_for(batch), refusal, sent)
+    sent, advice = [shared_kv.compiled_here(), *gradients, *numbers], compared_inputs.advice_for(batch)
+    agree = ring.start_agreement(facts, ring.small_device(device), advice, refusal, sent, doing=_DOING)
     visited = Visits()
     if refusal is None:  # while the message travels
         if model is not None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from ...arguments import FLOATS, INTEGERS, check_dense, check_tensor
+from ...arguments import check_dense, check_tensor
 from ...config import RingConfig
+from ...dtypes import FLOATS, INTEGERS
 from ...sharding.balance import balanced
 from ...sharding.layout import Layout
 from .introspect import CACHES, TOKENS

@@ -25,6 +25,8 @@ from .loss_gradients import differ, summary_of
 GROUPS = 16
 """So many weights are compared by themselves; of more, sums of some of them."""
 COLUMNS = 1 + 2 * GROUPS
+MOST = 16
+"""Steps between two batches of a ring, after which none is compared: the program trains something else meanwhile."""
 ROUNDING = 1e-5
 """A part of the largest norm that may be rounding: the gradient of a weight that should have none."""
 TODO = (
@@ -35,24 +37,29 @@ TODO = (
 
 _beside: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Tensor]]]] = weakref.WeakKeyDictionary()
 """The number of an optimizer's weights, and those that are of no model."""
-_stepped: list[tuple[tuple[int, ...], Tensor]] = []
-"""Shapes of weights in steps since the last batch, and the summaries of their gradients."""
+_stepped: list[list[tuple[tuple[int, ...], Tensor]]] = []
+"""For each step since the last batch the shapes of such weights, and the summaries of their gradients."""
 
 
 def watch() -> None:
-    """Keeps summaries of the gradients by which optimizers step from now on."""
+    """Keeps summaries of the gradients by which optimizers step from now on, in up to `MOST` steps."""
     optimizer_steps.call_before_each_step(_note)
 
 
 def _note(optimizer: Optimizer) -> None:
+    if len(_stepped) == MOST:
+        _stepped.clear()
+        optimizer_steps.call_no_more(_note)
+        return
     weights = [x for group in optimizer.param_groups for x in group["params"]]
     count, found = _beside.get(optimizer, (0, []))
     if count != len(weights):  # its first step, or weights were added
         known = model_record.weights_of_models()
         found = [weakref.ref(x) for x in weights if id(x) not in known and type(x) in (Tensor, nn.Parameter)]
         _beside[optimizer] = len(weights), found
-    alive = (x for reference in found if (x := reference()) is not None)
-    _stepped.extend((tuple(x.shape), summary_of(x.grad, x.device)) for x in alive)
+    alive = [x for reference in found if (x := reference()) is not None]
+    if alive:
+        _stepped.append([(tuple(x.shape), summary_of(x.grad, x.device)) for x in alive])
 
 
 def start_comparison(ring: Ring, device: torch.device) -> tuple[list[Any], Callable[[list[list[int]]], None]]:
@@ -64,7 +71,7 @@ def start_comparison(ring: Ring, device: torch.device) -> tuple[list[Any], Calla
     Raises (that function):
         RanksDiffer: on every rank, with the shape of the first weight whose gradient differs.
     """
-    steps = [(shape, summary.to(device)) for shape, summary in _stepped]
+    steps = [(shape, summary.to(device)) for step in _stepped for shape, summary in step]
     _stepped.clear()
 
     def end(found: list[list[int]]) -> None:

@@ -199,7 +199,7 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
         if mine:
             del _LOCAL[wrapper]
             norms = {f"gradient of {names[id(x)]} (its norm)": None if x.grad is None else x.grad.norm() for x in mine}
-            ring.agree(norms, ring.small_device(mine[0].device), todo)
+            ring.agree(norms, ring.small_device(mine[0].device), todo, doing="compared gradients that DDP left alone")
     for wrapper, seen in list(_SEEN.items()):
         try:
             wrapper.reducer._check_reducer_finalized()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ... import errors
+from ...dtypes import HALVES
 from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
@@ -26,7 +27,6 @@ UNTESTED = {
     "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
     "DeepSpeedEngine": "DeepSpeed is not tested: use FSDP2 or DDP",
 }
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def keep_float32(accelerator: Any) -> None:

@@ -6,7 +6,6 @@ tokens (twice the loss, if one of them is special) has another on each, perhaps 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from ... import errors
+from ...comm.fingerprint import number_of
 from ...comm.ring import Ring
 from ..context.attended_layers import AttendedLayers
 from ..patching import optimizer_steps
@@ -33,7 +33,6 @@ SAMPLE = 2**16
 """The most numbers of a gradient that are compared one by one."""
 SAME_NORM = 1e-3
 """The relative difference of norms that rounding explains."""
-_DOUBLE, _LONG = struct.Struct("d"), struct.Struct("q")
 _FACTOR = "factor of the loss that the model's forward returns, by that of its loss function"
 _waiting: list[tuple[torch.device, Callable[[], object]]] = []
 """Devices and ends of the comparisons since an optimizer's last step, or since the last batch."""
@@ -104,10 +103,7 @@ def wait_for(device: torch.device, end: Callable[[], object]) -> None:
 
 def _bits(x: float | Tensor, device: torch.device) -> int | Tensor:
     """A number as an integer; on the device if it is a tensor, in float64."""
-    if isinstance(x, Tensor):
-        return x.to(device).view(torch.int64)
-    number: int = _LONG.unpack(_DOUBLE.pack(x))[0]
-    return number
+    return x.to(device).view(torch.int64) if isinstance(x, Tensor) else number_of(x)
 
 
 def _refuse_factors(known: list[int], bits: list[int]) -> None:

@@ -238,8 +238,9 @@ def compare(model: nn.Module, context: BatchContext) -> None:
     trained = {name: x for name, x in every.items() if id(x) in bare}
     if trained:
         device = ring.small_device(next(iter(trained.values())).device)
-        ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS)
-        ring.agree({f"weights of {name}": x for name, x in trained.items()}, device, SAME_WEIGHTS)
+        weights = {f"weights of {name}": x for name, x in trained.items()}
+        for facts in ({"number of weights that train": len(trained)}, weights):
+            ring.agree(facts, device, SAME_WEIGHTS, doing="compared the weights that train")
     latest_record(model).state(_Compared).add(case)
 
 

@@ -50,7 +50,7 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
         return _cut(accelerator, [value for values in rings for value in values[0]])
 
     facts = {f"value {index}": _checked(tensor) for index, tensor in enumerate(tensors)}
-    ring.agree(facts, ring.small_device(accelerator.device), _SAME_VALUES)
+    ring.agree(facts, ring.small_device(accelerator.device), _SAME_VALUES, doing="gathered values for metrics")
 
     # accelerate drops no samples in one process if a tensor has none: router logits stay whole beside an aux_loss.
     keeps = ring.size == accelerator.num_processes and any(tensor.dim() == 0 for tensor in tensors)

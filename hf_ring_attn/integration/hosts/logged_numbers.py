@@ -6,12 +6,12 @@ numbers are of tokens, so none is refused. The comparison travels with the next 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...comm.fingerprint import number_of
 from ...comm.ring import Ring
 from ..log import warn
 
@@ -45,8 +45,7 @@ def _new(trainer: Any) -> list[dict[str, float]]:
 def digest(trainer: Any) -> int:
     """One integer for the numbers logged since the last batch, as in `compare`."""
     entries = _new(trainer)
-    found = hashlib.blake2b(repr([sorted(entry.items()) for entry in entries]).encode(), digest_size=7).digest()
-    return int.from_bytes(found) if entries else 0
+    return int(number_of(repr([sorted(entry.items()) for entry in entries]))) if entries else 0
 
 
 def compare(trainer: Any, ring: Ring, everyone: list[int]) -> None:

@@ -78,7 +78,8 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
     ring, options = find_ring(group_of(trainer)), options_of_batches(model)
     batch = whole if isinstance(whole, Mapping) else {"inputs": whole}
     facts = {**compared_inputs.empty_facts(options, batch), **compared_inputs.inputs_of(batch)}
-    ring.agree(facts, ring.small_device(trainer.args.device), compared_inputs.advice_for(batch))
+    device, advice = ring.small_device(trainer.args.device), compared_inputs.advice_for(batch)
+    ring.agree(facts, device, advice, doing="compared its batch of whole rows")
     try:
         with prepared(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
             yield
@@ -133,6 +134,9 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
         raise error
     when = "trains" if model.training else "evaluates"
     _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error
+    one: BaseException | None = error
+    while one is not None:  # its frames hold the trainer, which would never be freed
+        one.__traceback__, one = None, one.__cause__ or one.__context__
     warn(TAKES_WHOLE_ROWS.format(type(trainer).__name__, when, " ".join(str(error).split(". ")[0].split())))
 
 

@@ -57,7 +57,8 @@ def tried(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape
     if name.strip("_") in ARITHMETIC and sum(isinstance(x, Tensor) for x in (*args, *kwargs.values())) == 1:
         return ""
     try:
-        key = (function, tokens > 2 * HALF, axis, _kind(args, tokens), _kind(kwargs, tokens))
+        count = min(tokens, 2 * HALF + 1)  # a trial of few tokens may say nothing of more
+        key = (function, count, axis, _kind(args, tokens), _kind(kwargs, tokens))
         if key not in _known:
             if len(_known) >= MOST:
                 _known.clear()

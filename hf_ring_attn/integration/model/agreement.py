@@ -106,7 +106,7 @@ def _agree(
     agree = ring.start_agreement(
         {**facts, "structure": agreed.structure, **buffers, **drawn, **_sample(model, weights, agreed, context)},
         device, _DRIFT, refusal,
-        [ring.name not in agreed.rings, auto_saving.tokens_that_fit(record, context, computes)], _DOING,
+        [ring.name not in agreed.rings, auto_saving.tokens_that_fit(record, context, computes)], doing=_DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()

@@ -88,7 +88,7 @@ def refuse_other_masks(mask: Any, places: Any, caller: str, context: BatchContex
     other = [name for name, pair in unlike.items() if not _says_the_same(name, *pair, real, context)]
     refusal = errors.OtherInputs(caller, [], other) if other else None
     device = next(x.device for x, _ in unlike.values())
-    context.ring.agree({}, context.ring.small_device(device), failure=refusal)
+    context.ring.agree({}, context.ring.small_device(device), failure=refusal, doing="compared masks of a call")
 
 
 def _says_the_same(name: str, x: Tensor, own: Tensor, real: Tensor, context: BatchContext) -> bool:
@@ -174,7 +174,7 @@ def _refuse_others(
         other = [name for name in copies if not context.state(TrackedInputs)[name].equals(given[name])]
         refusal = errors.OtherInputs(name_of(model), [], other) if other else None
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("cpu"))
-        context.ring.agree({}, context.ring.small_device(device), failure=refusal)
+        context.ring.agree({}, context.ring.small_device(device), failure=refusal, doing="compared inputs of a call")
 
 
 def _has_loss(output: Any) -> bool:

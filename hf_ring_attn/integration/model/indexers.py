@@ -30,19 +30,13 @@ MOST_SCORES = 2**26
 """Index scores [B, t, heads, S] that are computed at once: 256 MiB in float32."""
 
 
-class _Indexers(list[nn.Module]):
-    """The known indexers of a model."""
-
-    found = False
-
-
 def indexers_of(model: nn.Module) -> list[nn.Module]:
     """The indexers of ``model`` that a ring can run, found once for each structure."""
-    known = latest_record(model).state(_Indexers)
-    if not known.found:
-        known.extend(module for _, module in text_modules(model) if _is_known(module))
-        known.found = True
-    return known
+    return latest_record(model).once(_find, model)
+
+
+def _find(model: nn.Module) -> list[nn.Module]:
+    return [module for _, module in text_modules(model) if _is_known(module)]
 
 
 def _is_known(module: nn.Module) -> bool:

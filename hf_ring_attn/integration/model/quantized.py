@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ... import errors
 from ..context.batch_context import BatchContext
 from ..context.introspect import is_dtensor, is_unit, modules_of, name_of
+from ..gradients.fsdp_units import groups_of
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -60,14 +61,11 @@ def gather_bytes(model: nn.Module) -> None:
 
 def _packed(model: nn.Module) -> Iterator[Any]:
     """Yields what FSDP2 knows of each 4-bit weight."""
-    for module in filter(is_unit, modules_of(model)):
-        state = module._get_fsdp_state()  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None)  # one until torch 2.12
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            for weight in () if group is None else group.fsdp_params:
-                info = weight._module_info
-                if info.param_name == "weight" and _has_codes(info.module) and weight.sharded_param.is_floating_point():
-                    yield weight
+    for group in (group for unit in filter(is_unit, modules_of(model)) for group in groups_of(unit)):
+        for weight in group.fsdp_params:
+            info = weight._module_info
+            if info.param_name == "weight" and _has_codes(info.module) and weight.sharded_param.is_floating_point():
+                yield weight
 
 
 def _has_codes(layer: nn.Module) -> bool:

@@ -18,7 +18,8 @@ import torch
 
 from ... import errors
 
-Undo = Callable[[], None]
+Undo = Callable[[], bool]
+"""Returns False if another program had changed the attribute again."""
 
 TESTED = {
     "torch": ("2.11", "2.15"), "transformers": ("5.17", "5.24"), "accelerate": ("1.15", "1.15"),
@@ -86,13 +87,13 @@ class Patch(_Target):
             setattr(replacement, _MARK, True)
         setattr(owner, attribute, replacement)
 
-        def undo() -> None:
-            if vars(owner).get(attribute, _ABSENT) is not replacement:
-                warnings.warn(errors.PatchedByOthers(self.target), stacklevel=4)
+        def undo() -> bool:
+            is_ours = vars(owner).get(attribute, _ABSENT) is replacement
             if own is not _ABSENT:
                 setattr(owner, attribute, own)
             elif attribute in vars(owner):  # inherited before
                 delattr(owner, attribute)
+            return is_ours
 
         return undo
 
@@ -134,11 +135,12 @@ class Registration(_Target):
         before = registry._global_mapping.get(self.name, _ABSENT)
         registry.register(self.name, self.value)
 
-        def undo() -> None:
+        def undo() -> bool:
             if before is _ABSENT:
                 registry._global_mapping.pop(self.name, None)
             else:
                 registry._global_mapping[self.name] = before
+            return True
 
         return undo
 
@@ -251,11 +253,19 @@ def installed() -> list[str]:
 
 
 def uninstall() -> None:
-    """Undoes every change: restores the original attribute objects."""
+    """Undoes every change: restores the original attribute objects.
+
+    Warns:
+        PatchedByOthers: of attributes that another program changed again, when all are restored.
+    """
+    others = []
     with _lock:
         while _undos:
-            _undos.pop()[1]()
+            key, undo = _undos.pop()
+            others += [] if undo() else [key]
         _warned.clear()
+    for key in others:
+        warnings.warn(errors.PatchedByOthers(key), stacklevel=4)
 
 
 def is_tested(host: str, version: str) -> bool:

@@ -21,6 +21,11 @@ def call_before_each_step(function: Callable[[Optimizer], None]) -> None:
         _hook.append(register_optimizer_step_pre_hook(_before))
 
 
+def call_no_more(function: Callable[[Optimizer], None]) -> None:
+    """Calls ``function`` before no later step, until it is registered again."""
+    _called.remove(function)
+
+
 def _before(optimizer: Optimizer, *_given: Any) -> None:
     for function in list(_called):
         function(optimizer)

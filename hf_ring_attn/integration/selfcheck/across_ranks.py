@@ -49,7 +49,8 @@ class AcrossRanks:
         for group in (ring, self.sharding):
             try:
                 if group is not None:
-                    group.agree(facts, group.small_device(self.device), todo, failure)
+                    device = group.small_device(self.device)
+                    group.agree(facts, device, todo, failure, doing="agreed in its self-check")
             except errors.Refused as error:  # which the other group is told, too
                 failure = error
         if failure is not None:

@@ -108,8 +108,9 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
         with preserved(inner), moved_from_zero(inner):
             if case not in verdicts:
                 with ring_random.preserved():
-                    state.verdict = verdicts[case] = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
+                    state.verdict = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
                     try_placeholders(job)
+                verdicts[case] = state.verdict  # last: what was refused is refused again
             if needs_step:
                 verdicts[tried] = job.run(partial(job.try_step, step, trains, modes), job.rows_of_step())
         if job.has_one_value:

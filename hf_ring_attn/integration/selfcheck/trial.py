@@ -109,7 +109,7 @@ def _called_on_every_rank(model: nn.Module, local: LocalBatch) -> Iterator[None]
     running: list[RemovableHandle] = []
 
     def agree(use: str) -> None:
-        ring.agree({"next call of the model in the loss": use}, device, _LEFT_OUT)
+        ring.agree({"next call of the model in the loss": use}, device, _LEFT_OUT, doing="tried its step")
 
     def after(*_: Any) -> None:
         running.pop().remove()

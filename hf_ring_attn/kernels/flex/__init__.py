@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..base import HALVES, Gradients, InOrder, Params, Request, accumulate_dtype, products_in_place, with_sinks
+from ...dtypes import HALVES, accumulate_dtype
+from ..base import Gradients, InOrder, Params, Request, products_in_place, with_sinks
 from ..score_mods.score_mod import ScoreMod, Unfit
 from ..score_mods.trial import MOST_TRIALS, failures_of
 from .calls import NO_ROOM, Calls

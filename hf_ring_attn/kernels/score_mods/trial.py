@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..base import Asked, Gradients, Kernel, Params, Part, Request, accumulate_dtype
+from ...dtypes import accumulate_dtype
+from ..base import Asked, Gradients, Kernel, Params, Part, Request
 from ..reference import Reference
 from .score_mod import ScoreMod
 

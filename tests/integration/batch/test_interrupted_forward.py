@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_ring_attn
+from hf_ring_attn.attention.kernel_choice import kernel_for
 from hf_ring_attn.comm.ring import Ring
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
@@ -127,3 +129,19 @@ def test_a_batch_with_images_is_entered_again_after_ctrl_c(ranks: Ranks) -> None
     """Its tower counted as a part of the text model, and was refused."""
     for before, after in ranks(2).run(losses_around_ctrl_c):
         assert after == before
+
+
+def at_another_place() -> tuple[str, str] | None:
+    """One rank has a batch, while the other one calls a layer of its own."""
+    q = torch.randn(1, 8, 2, 8)
+    if dist.get_rank():
+        return attempt(hf_ring_attn.shard, tokens(16))
+    kernel_for.cache_clear()
+    return attempt(partial(hf_ring_attn.ring_attention, length=16), q, q, q)
+
+
+def test_ranks_at_different_places_are_told_by_what_they_do(ranks: Ranks) -> None:
+    """Both said that they compared batches, and one was refused for its kernel: "reference", not a RingConfig."""
+    for error in ranks(2).run(at_another_place):
+        assert error is not None and error[0] == "RanksDiffer"
+        assert "rank 0: chose a kernel, rank 1: compared its batch with the other ranks" in error[1]

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
+from hf_ring_attn.integration.gradients import beside_weights
 from hf_ring_attn.testing import relative_error
 from tests.helpers.checks import Ranks
 from tests.helpers.jobs.plain_jobs import attempt, tokens
@@ -172,3 +173,36 @@ def test_a_small_gradient_beside_a_large_one_is_seen(ranks: Ranks) -> None:
     assert ranks(2).run(attempt, beside_a_large_one, True) == [None, None]
     for error in ranks(2).run(attempt, beside_a_large_one, False):
         assert error is not None and error[0] == "RanksDiffer" and "a weight of shape () beside" in error[1]
+
+
+def of_other_training(between: int) -> tuple[int, tuple[str, str] | None]:
+    """The most that was kept of so many steps of each rank's own model, and what a head meets that is not averaged."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    head, other = nn.Parameter(torch.randn(model.config.hidden_size, 5)), nn.Linear(3, 3)
+    optimizer, others = torch.optim.SGD([head], 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    kept = 0
+
+    def step(averages: bool) -> None:
+        with hf_ring_attn.shard(tokens(23)) as sharded:
+            states = model(**{**sharded.inputs, "labels": None}, output_hidden_states=True).hidden_states[-1]
+        counts = sharded.inputs["shift_labels"] != -100
+        (states @ head)[counts].square().sum().backward()
+        sharded.reduce_gradients(model)
+        if averages:
+            sharded.reduce_gradients(head)
+        optimizer.step()
+
+    step(True)
+    for _ in range(between):
+        other(torch.randn(2, 3) + dist.get_rank()).sum().backward()
+        others.step()
+        kept = max(kept, sum(map(len, beside_weights._stepped)))
+    step(False)
+    return kept, attempt(step, True)
+
+
+def test_a_training_without_a_ring_leaves_nothing_behind(ranks: Ranks) -> None:
+    """Each of its steps left tensors in memory, for ever without a further batch, and its gradients were compared."""
+    for kept, raised in ranks(2).run(of_other_training, 10 * beside_weights.MOST):
+        assert 0 < kept <= 2 * beside_weights.MOST
+        assert raised is not None and raised[0] == "RanksDiffer" and "5) beside the model" in raised[1]

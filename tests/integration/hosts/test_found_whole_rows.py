@@ -5,6 +5,8 @@ Nothing is set: each is trained and evaluated as in one process.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -317,6 +319,22 @@ def test_a_loss_that_was_written_for_rings_is_refused_by_what_was_found(ranks: R
     for error, steps in ranks(2).run(refusal_of_a_loss_for_rings):
         assert error.startswith("LossNotSharded: the loss of AfterMark.compute_loss (the self-check found "), error
         assert steps == 0
+
+
+def freed() -> tuple[int, bool]:
+    """The steps of a trainer whose loss was found to need whole rows, and if it is freed afterwards."""
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        trainer = trainer_of(replace(RUN, kind=jobs.Weighs, steps=2), Mesh(cp=2), folder)
+        trainer.train()
+        steps, model = trainer.state.global_step, weakref.ref(trainer.model)
+        del trainer
+    gc.collect()
+    return steps, model() is None
+
+
+def test_what_was_found_does_not_keep_the_trainer(ranks: Ranks) -> None:
+    """The error had a traceback, whose frames held the trainer and its model for ever."""
+    assert ranks(2).run(freed) == [(2, True)] * 2
 
 
 def gathered_by(kind: type[Trainer]) -> int:

@@ -86,6 +86,19 @@ def test_states_as_wide_as_a_rank_has_tokens() -> None:
     assert trials.tried(torch.softmax, (x, 2), {}, x.shape, 1) == ""
 
 
+@pytest.mark.parametrize("few", [1, 3, 5])
+def test_a_row_of_few_tokens_says_nothing_of_a_longer_one(few: int) -> None:
+    """What could not be tried was taken for a function of each token by itself, in all rows of up to 64 tokens."""
+    for tokens, want in [(few, ""), (32, "mixed"), (few, ""), (40, "mixed")]:
+        x = torch.rand(2, tokens, 11)
+        assert trials.tried(smoothed, (x,), {}, x.shape, 1) == want
+
+
+def smoothed(x: Tensor) -> Tensor:
+    """A mean over windows of six tokens, of which a row must have one."""
+    return torch.nn.functional.pad(x.unfold(1, 6, 1).mean(-1), (0, 0, 5, 0))
+
+
 def test_arguments_by_name_and_in_lists_are_told_apart() -> None:
     x = torch.rand(2, 8, 11)
     assert trials.tried(torch.softmax, (x,), {"dim": 1}, x.shape, 1) == "mixed"

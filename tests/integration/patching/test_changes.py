@@ -235,6 +235,20 @@ def test_a_patch_on_top_of_ours_is_taken_away_with_a_warning(host: Callable[[], 
     assert vars(core.Thing)["method"] is original
 
 
+def test_a_warning_that_is_an_error_stops_no_uninstall(host: Callable[[], Any]) -> None:
+    """It was raised in the middle: the attribute and all earlier changes stayed."""
+    core = host()
+    originals = vars(core.Thing)["method"], core.function
+    changes.install([FUNCTION, METHOD])
+    core.Thing.method = lambda self, x: 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(errors.PatchedByOthers):
+            changes.uninstall()
+    assert (vars(core.Thing)["method"], core.function) == originals
+    assert changes.installed() == []
+
+
 def test_render() -> None:
     def everything(a: int, b: int = 1, *rest: int, c: int, d: int = 2, **more: int) -> None: ...
     def starred(a: int, *, b: int) -> None: ...

@@ -54,9 +54,11 @@ class Filled(nn.Module):
         return self.inner(inputs_embeds=words, **rest)
 
 
-def refusal(how: str, under_fsdp2: bool = False, group: dist.ProcessGroup | None = None) -> str:
+def refusal(
+    how: str, under_fsdp2: bool = False, group: dist.ProcessGroup | None = None, model: Filled | None = None
+) -> str:
     """What a step raises."""
-    model = Filled(how)
+    model = Filled(how) if model is None else model
     if under_fsdp2:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     ids = torch.randint(3, 80, (2, 41), generator=torch.Generator().manual_seed(0))
@@ -79,6 +81,16 @@ def test_features_in_the_order_of_placeholders_are_refused(ranks: Ranks, how: st
     for error in ranks(2).run(refusal, how, under_fsdp2):
         assert error.startswith("FeaturesSplit: self-check: LlamaForCausalLM differs in a ring once its row has ")
         assert "it fills them from ['features'] in order" in error
+
+
+def refusals() -> list[str]:
+    model = Filled("by count")
+    return [refusal("by count", model=model).partition(":")[0] for _ in range(2)]
+
+
+def test_a_program_that_catches_the_refusal_meets_it_again(ranks: Ranks) -> None:
+    """It trained wrong from the second batch on, unseen."""
+    assert ranks(2).run(refusals) == [["FeaturesSplit"] * 2] * 2
 
 
 @pytest.mark.parametrize("under_fsdp2", [False, True], ids=["whole", "FSDP2"])
