@@ -11,7 +11,7 @@ from torch import Tensor
 from ..dtypes import accumulate_dtype
 from ..kernels import Gradients, Kernel, Params, Place
 from ..sharding.layout import Layout, chunks_of
-from ..sharding.plan import Segments
+from ..sharding.plan import SegmentTable
 from ..traffic import Sums, Traffic, interruption_guard, ring_pass_groups, ring_pass_halves, seen_by_heads
 from .call import Call, Results
 
@@ -158,11 +158,11 @@ class _Backward:
             self.params.of_heads(mine),
         )  # fmt: skip
 
-    def _new_sums(self, k: Tensor, v: Tensor, segments: Segments) -> Sums:
+    def _new_sums(self, k: Tensor, v: Tensor, segments: SegmentTable) -> Sums:
         new = self.kernel.new_gradient
         return new(k, self._place("k", k, segments)), new(v, self._place("v", v, segments))
 
-    def _add(self, of: _Queries, k: Tensor, v: Tensor, segments: Segments, tiles: Tensor, sums: Sums) -> None:
+    def _add(self, of: _Queries, k: Tensor, v: Tensor, segments: SegmentTable, tiles: Tensor, sums: Sums) -> None:
         """Adds the gradients of these tiles to ``sums`` and to the queries' dq; ``segments``: of the keys."""
         of_q, of_k, of_v = (
             self._place("q", of.q, self.tables.queries), self._place("k", k, segments), self._place("v", v, segments),
@@ -171,7 +171,7 @@ class _Backward:
         out, lse, dout = of.results
         self.kernel.backward(dout, of.q, k, v, lse, of.delta, tiles, of.params, into, out)
 
-    def _finish(self, k: Tensor, v: Tensor, segments: Segments, sums: Sums, into: Sums) -> None:
+    def _finish(self, k: Tensor, v: Tensor, segments: SegmentTable, sums: Sums, into: Sums) -> None:
         """Rounds the gradients of this rank's keys into the given tensors."""
         places = self._place("k", k, segments), self._place("v", v, segments)
         for gradient, place, out in zip(sums, places, into, strict=True):
@@ -185,7 +185,7 @@ class _Backward:
         layout = Layout(tokens * ring.size, ring.size, ring.rank, self.tables.owners)
         return ring.reduce_scatter(layout.split(gradient))
 
-    def _place(self, of: Literal["q", "k", "v"], x: Tensor, segments: Segments) -> Place:
+    def _place(self, of: Literal["q", "k", "v"], x: Tensor, segments: SegmentTable) -> Place:
         """The `Place` of the gradient of ``x``."""
         widths = self.q.shape[3], self.v.shape[3]
         scale = 1.0 if of == "v" else self.params.scale

@@ -56,14 +56,14 @@ class SavedResults:
 
     def contexts(self) -> tuple[Active, Active]:
         """The contexts of the checkpoint's forward and of its recomputes."""
-        return Counts(self._keep), _Reuses(self)
+        return HandsOn(self._keep), _Reuses(self)
 
     def _keep(self, out: Tensor, lse: Tensor) -> None:
         self.saved.append(self.save(out, lse))
 
 
 class Active:
-    """Within it, it computes the attentions of this thread."""
+    """A context that answers each attention of this thread: it computes it, or returns a saved result."""
 
     def __enter__(self) -> None:
         _stack().append(self)
@@ -76,19 +76,19 @@ class Active:
         raise NotImplementedError
 
 
-class Counts(Active):
+class HandsOn(Active):
     """Calls a function with the results of each attention, and keeps none.
 
     Args:
-        count: takes out and lse.
+        receive: takes out and lse.
     """
 
-    def __init__(self, count: Callable[[Tensor, Tensor], None]) -> None:
-        self.count = count
+    def __init__(self, receive: Callable[[Tensor, Tensor], None]) -> None:
+        self.receive = receive
 
     def attend(self, compute: Callable[[], Pair], q: Tensor) -> Pair:
         out, lse = compute()
-        self.count(out, lse)
+        self.receive(out, lse)
         return out, lse
 
 

@@ -13,7 +13,7 @@ from ..dtypes import accumulate_dtype
 from ..kernels import Gradients, Kernel, Params, Place
 from ..sharding.layout import Layout
 from ..sharding.mask import Mask
-from ..sharding.plan import Plan, Segments, Tables, seen_keys
+from ..sharding.plan import Plan, SegmentTable, Tables, seen_keys
 from ..traffic import head_halves
 
 
@@ -55,7 +55,7 @@ def ranks_of(length: int, size: int, mask: Mask, sparse: bool = False) -> tuple[
 
 
 def places(
-    q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, scale: float
+    q: Tensor, k: Tensor, v: Tensor, queries: SegmentTable, keys: SegmentTable, scale: float
 ) -> tuple[Place, Place, Place]:
     widths = q.shape[3], v.shape[3]
     return (

@@ -88,14 +88,14 @@ def _cached(ring: str, layout: Layout, mask: Mask, sparse_share: float) -> Plan:
         return Plan.of(Ring(ring), layout, mask, sparse_share)
 
 
-class Segments(NamedTuple):
+class SegmentTable(NamedTuple):
     """Segments as in `Place`: [n, 3], and a flag: shared by every batch row and every rank's tensor."""
 
     table: Tensor
     shared: bool
 
     @classmethod
-    def of(cls, section: Tensor) -> Segments:
+    def of(cls, section: Tensor) -> SegmentTable:
         """Parses a section [n, 9]: three columns, the shared flag, and zeros."""
         return cls(section[:, :3].contiguous(), bool(section[:, 3].any()))
 
@@ -114,10 +114,10 @@ class Tables:
     """
 
     forward: Tensor
-    queries: Segments
-    keys: Segments
+    queries: SegmentTable
+    keys: SegmentTable
     backward: Sequence[Tensor] = ()
-    segments: Sequence[Segments] = ()
+    segments: Sequence[SegmentTable] = ()
     exchange: Exchange | None = None
     owners: Owners = ()
     most: int = 0
@@ -126,7 +126,7 @@ class Tables:
     def parse(cls, table: Tensor, stops: Tensor) -> Tables:
         # Copies: a view would keep the table alive, and so its entry in `_KNOWN`.
         forward, of_queries, of_keys, *rest = (section.clone() for section in table.tensor_split(stops[:-2]))
-        queries, keys = Segments.of(of_queries), Segments.of(of_keys)
+        queries, keys = SegmentTable.of(of_queries), SegmentTable.of(of_keys)
         ring_size = len(rest) // 2
         if not rest:
             return cls(forward, queries, keys, [forward], [keys])
@@ -134,7 +134,7 @@ class Tables:
             exchange = Exchange.of(rest[0], rest[1], ring_size)
             return cls(forward, queries, keys, exchange=exchange, most=int(stops[-1]))
         *rest, owners = rest
-        of_ranks = [Segments.of(x) for x in rest[ring_size:]]
+        of_ranks = [SegmentTable.of(x) for x in rest[ring_size:]]
         return cls(forward, queries, keys, rest[:ring_size], of_ranks, owners=tuple(owners[:, 0].tolist()))
 
 

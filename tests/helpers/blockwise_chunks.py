@@ -17,7 +17,7 @@ from hf_ring_attn.kernels import Gradients, Kernel, Params, Place
 from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.sharding.layout import Run
 from hf_ring_attn.sharding.mask import Mask, tiles
-from hf_ring_attn.sharding.plan import Segments
+from hf_ring_attn.sharding.plan import SegmentTable
 
 
 class Reusing(Reference):
@@ -55,7 +55,7 @@ def blockwise(
             if not len(tiles(mask, [Run(0, mine.start, share)], [Run(0, theirs.start, share)])):
                 continue  # later keys, of which the ring makes no step either
             step_q, step_k, step_v = q[:, mine], k[:, theirs], v[:, theirs]
-            whole = Segments(torch.tensor([[0, 0, share]]), shared=True)
+            whole = SegmentTable(torch.tensor([[0, 0, share]]), shared=True)
             home = places(step_q, step_k, step_v, whole, whole, params.scale)
             of_step = [kernel.new_gradient(x, p) for x, p in zip((step_q, step_k, step_v), home, strict=True)]
             for i in chunks:

@@ -19,7 +19,7 @@ from hf_ring_attn.comm.sparse_exchange import Exchange
 from hf_ring_attn.config import RingConfig
 from hf_ring_attn.errors import LeftHalfway, PeerLost
 from hf_ring_attn.kernels.reference import Reference
-from hf_ring_attn.sharding.plan import Segments, Tables
+from hf_ring_attn.sharding.plan import SegmentTable, Tables
 from hf_ring_attn.traffic import Gather, Messages, seen_by_heads
 from hf_ring_attn.traffic.interrupted import InterruptionGuard
 from tests.helpers.checks import Ranks
@@ -53,7 +53,7 @@ def exchange(ring: Ring, k: Tensor) -> Iterator[Any]:
     all_of = [TOKENS] * ring.size
     everyone = Exchange(all_of, all_of, torch.arange(TOKENS).repeat(ring.size), torch.arange(TOKENS * ring.size))
     tables = Tables(
-        NOTHING, Segments(NOTHING, False), Segments(NOTHING, False), exchange=everyone, most=TOKENS * ring.size
+        NOTHING, SegmentTable(NOTHING, False), SegmentTable(NOTHING, False), exchange=everyone, most=TOKENS * ring.size
     )
     return seen_by_heads(Messages(ring), tables, k, k, k, 2)
 

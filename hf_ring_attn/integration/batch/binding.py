@@ -55,7 +55,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
     offloading.reserve(model, record, context)
     masks.prepare_masks(model, context)
     context.log.models.add(model)  # last: one that was refused is refused again
-    context.log.called = True
+    context.log.admitted = True
 
 
 @contextmanager

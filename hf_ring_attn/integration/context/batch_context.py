@@ -177,7 +177,7 @@ class RunLog:
         plain, scored: ring attentions without and with a score_mod; compiled ones without are not counted.
         before: attentions before this batch, or of another batch nested in its context.
         fused: TRL's fused head was asked for, which computes the loss in chunks of tokens.
-        ran: a model was called since the context was entered.
+        entered: the context was. admitted: a model was. ran: one was called since the context was entered.
         attends: False for a model that is known to have no attention.
         models: the outermost models that were admitted, in order. named: those given to `shard`.
         configs: their transformers configs.
@@ -190,7 +190,7 @@ class RunLog:
     scored: int = 0
     before: int = 0
     entered: bool = False
-    called: bool = False
+    admitted: bool = False
     ran: bool = False
     fused: bool = False
     attends: bool = True
@@ -311,7 +311,7 @@ def activate(context: BatchContext) -> Iterator[BatchContext]:
     finally:
         _count_attentions()
         del _STACK[len(_STACK) - 1 - _STACK[::-1].index(context)]  # its latest entry
-    if log.called and log.attends and attentions() == log.before:
+    if log.admitted and log.attends and attentions() == log.before:
         raise errors.NoRingAttention(log.ran)
 
 

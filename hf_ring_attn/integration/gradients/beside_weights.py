@@ -51,7 +51,7 @@ def _note(optimizer: Optimizer) -> None:
         _stepped.clear()
         optimizer_steps.call_no_more(_note)
         return
-    weights = [x for group in optimizer.param_groups for x in group["params"]]
+    weights = optimizer_steps.weights_of(optimizer)
     count, found = _beside.get(optimizer, (0, []))
     if count != len(weights):  # its first step, or weights were added
         known = model_record.weights_of_models()

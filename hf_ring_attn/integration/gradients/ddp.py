@@ -195,7 +195,7 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
             _LOCAL.setdefault(wrapper, (Ring.of(wrapper.process_group), _LATE if wrapped.has_late else _UNSEEN))
     for wrapper, (ring, todo) in list(_LOCAL.items()):
         names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}
-        mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in names]
+        mine = [x for x in optimizer_steps.weights_of(optimizer) if id(x) in names]
         if mine:
             del _LOCAL[wrapper]
             norms = {f"gradient of {names[id(x)]} (its norm)": None if x.grad is None else x.grad.norm() for x in mine}
@@ -206,7 +206,7 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
         except RuntimeError:
             weights = dict(wrapper.named_parameters())
             theirs = set(map(id, weights.values()))
-            mine = [x for group in optimizer.param_groups for x in group["params"] if id(x) in theirs]
+            mine = [x for x in optimizer_steps.weights_of(optimizer) if id(x) in theirs]
             if not mine:
                 continue
             lacking = (n for n, x in weights.items() if id(x) in seen and (x.grad is None or not x.requires_grad))

@@ -98,7 +98,7 @@ def check_optimizer(accelerator: Any, prepared: object) -> None:
     library = type(optimizer).__module__.partition(".")[0]
     if library not in ("bitsandbytes", "torchao") or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    if not any(introspect.is_dtensor(weight) for group in optimizer.param_groups for weight in group["params"]):
+    if not any(map(introspect.is_dtensor, optimizer_steps.weights_of(optimizer))):
         return
     if library == "bitsandbytes":
         raise errors.ShardedByFsdp(type(optimizer).__name__)
@@ -144,7 +144,7 @@ def _refuse_unreduced(optimizer: Optimizer) -> None:
     Raises:
         UnsupportedModel: on every rank.
     """
-    theirs = {id(x) for group in optimizer.param_groups for x in group["params"]}
+    theirs = {id(x) for x in optimizer_steps.weights_of(optimizer)}
     for model in list(_TRAINED):
         units = latest_record(model).once(_units_of, model)
         for group in (group for unit in units if (module := unit()) is not None for group in groups_of(module)):

@@ -25,9 +25,7 @@ NAMES = ("pytorch_model.bin", "model.safetensors", "adapter_model.bin", "adapter
 def _load_best_model(original: Callable[..., None]) -> Callable[..., None]:
     def load(self: Any) -> None:
         original(self)
-        if (
-            trainer_facts.group_of(self) is None or self.is_fsdp_enabled
-        ):  # all ranks of FSDP read one checkpoint together
+        if not trainer_facts.has_ring(self) or self.is_fsdp_enabled:  # all ranks of FSDP read one checkpoint together
             return
         world, cpu = Ring.of(None), torch.device("cpu")
         folder = Path(self.state.best_model_checkpoint)

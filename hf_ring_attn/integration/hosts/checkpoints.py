@@ -74,7 +74,7 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(
         self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        if resume_from_checkpoint and trainer_facts.group_of(self) is not None:
+        if resume_from_checkpoint and trainer_facts.has_ring(self):
             resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, self.args.output_dir, self.is_fsdp_enabled)
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -113,51 +113,38 @@ TODO = "Copy the same checkpoint to all nodes, or name one that all have by resu
 # ---- saving ----
 
 
-def _save_checkpoint(original: Callable[..., None]) -> Callable[..., None]:
-    def save(self: Any, model: Any, trial: Any) -> None:
-        if trainer_facts.group_of(self) is None:
-            original(self, model, trial)
-            return
-        folder = _folder(self, trial, self.state.global_step)
-        if self.args.should_save:
-            (folder / STATE).unlink(missing_ok=True)
-        failure: Exception | None = None
-        vars(self).pop(_AGREED, None)
-        try:
-            original(self, model, trial)
-        except errors.CheckpointNotSaved:
+def _save_checkpoint(original: Callable[..., None], self: Any, model: Any, trial: Any) -> None:
+    folder = _folder(self, trial, self.state.global_step)
+    if self.args.should_save:
+        (folder / STATE).unlink(missing_ok=True)
+    failure: Exception | None = None
+    vars(self).pop(_AGREED, None)
+    try:
+        original(self, model, trial)
+    except errors.CheckpointNotSaved:
+        raise
+    except Exception as error:
+        # FSDP's ranks exchange shards while they save: an agreement in between would match none of their messages.
+        if self.is_fsdp_enabled and _AGREED not in vars(self):
             raise
-        except Exception as error:
-            # FSDP's ranks exchange shards while they save: an agreement in between would match none of their messages.
-            if self.is_fsdp_enabled and _AGREED not in vars(self):
-                raise
-            failure = error
-        _agree(folder, failure)
-        # Trainer looks for the best one while the first rank may not have made its folder yet.
-        step = self.state.best_global_step
-        if step and (best := _folder(self, trial, step)).exists():
-            self.state.best_model_checkpoint = str(best)
-
-    return save
+        failure = error
+    _agree(folder, failure)
+    # Trainer looks for the best one while the first rank may not have made its folder yet.
+    step = self.state.best_global_step
+    if step and (best := _folder(self, trial, step)).exists():
+        self.state.best_model_checkpoint = str(best)
 
 
-def _save_rng_state(original: Callable[..., None]) -> Callable[..., None]:
+def _save_rng_state(original: Callable[..., None], self: Any, output_dir: str) -> None:
     """The last part that every rank saves."""
-
-    def save(self: Any, output_dir: str) -> None:
-        if trainer_facts.group_of(self) is None:
+    failure: Exception | None = None
+    try:
+        with processes_counted(self):  # each rank has a file of its own
             original(self, output_dir)
-            return
-        failure: Exception | None = None
-        try:
-            with processes_counted(self):  # each rank has a file of its own
-                original(self, output_dir)
-        except Exception as error:  # noqa: BLE001  raised below, on every rank
-            failure = error
-        _agree(Path(output_dir), failure)
-        vars(self)[_AGREED] = True
-
-    return save
+    except Exception as error:  # noqa: BLE001  raised below, on every rank
+        failure = error
+    _agree(Path(output_dir), failure)
+    vars(self)[_AGREED] = True
 
 
 def _folder(self: Any, trial: Any, step: int) -> Path:
@@ -186,6 +173,6 @@ _AGREED = "_hf_ring_attn_saved_parts"
 
 PATCHES = (
     Patch(f"{trainer.TRAINER}.train", "(self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=)", _train),
-    Patch(f"{trainer.TRAINER}._save_checkpoint", "(self, model, trial)", _save_checkpoint),
-    Patch(f"{trainer.TRAINER}._save_rng_state", "(self, output_dir)", _save_rng_state),
+    Patch(f"{trainer.TRAINER}._save_checkpoint", "(self, model, trial)", trainer_facts.in_rings(_save_checkpoint)),
+    Patch(f"{trainer.TRAINER}._save_rng_state", "(self, output_dir)", trainer_facts.in_rings(_save_rng_state)),
 )

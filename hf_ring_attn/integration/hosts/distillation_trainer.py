@@ -23,7 +23,7 @@ from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..log import warn
-from ..model import admission, ring_calls
+from ..model import ring_calls
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import grpo_trainer, ring_overrides, trainer, trainer_facts, trainer_overrides
@@ -40,9 +40,8 @@ def start(host: Any) -> None:
 
 
 def _refuse(host: Any) -> None:
-    trainer_facts.refuse_trainer(host)
+    trainer_facts.refuse_step(host)
     trainer_overrides.refuse_unknown(host, _SEE_SHARES)
-    admission.refuse_always(host.model)
 
 
 _SEE_SHARES = (
@@ -118,7 +117,7 @@ def _redirected(wrapper: nn.Module, inner: nn.Module, call: Callable[[], Any], i
 
 @contextmanager
 def _step(host: Any, sharded: Sharded, whole: dict[str, Any]) -> Iterator[Sharded]:
-    with sharded, trainer_facts.prepared(host, whole):
+    with sharded, trainer_facts.inputs_handed_on(host, whole):
         yield sharded
 
 
@@ -127,19 +126,14 @@ def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     return functools.partial(_step, host, _shard(host, model, whole), whole), whole
 
 
-def _score(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        if trainer_facts.group_of(self) is None:
-            return original(self, inputs)
-        _refuse(self)
-        with rings.rings_as_processes(self):
-            args = self.args  # the table of completions has the last generation's: counted by processes so far
-            rows = args.per_device_train_batch_size * self.accelerator.num_processes * args.gradient_accumulation_steps
-            if any(column.maxlen != rows for column in self._logs.values()):
-                self._logs.update({name: deque(column, maxlen=rows) for name, column in self._logs.items()})
-            return original(self, inputs)
-
-    return _generate_and_score_completions
+def _score(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+    _refuse(self)
+    with rings.rings_as_processes(self):
+        args = self.args  # the table of completions has the last generation's: counted by processes so far
+        rows = args.per_device_train_batch_size * self.accelerator.num_processes * args.gradient_accumulation_steps
+        if any(column.maxlen != rows for column in self._logs.values()):
+            self._logs.update({name: deque(column, maxlen=rows) for name, column in self._logs.items()})
+        return original(self, inputs)
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------
@@ -209,10 +203,8 @@ _HIDDEN = (
 )
 _LOSS = "(self, model, inputs, return_outputs=, num_items_in_batch=)"
 PATCHES = [
-    trainer_overrides.patch_prepare(
-        DISTILLATION, lambda host: trainer_facts.group_of(host) is not None, _prepare_inputs
-    ),
-    Patch(f"{DISTILLATION}._generate_and_score_completions", "(self, inputs)", _score),
+    trainer_overrides.patch_prepare(DISTILLATION, trainer_facts.has_ring, _prepare_inputs),
+    Patch(f"{DISTILLATION}._generate_and_score_completions", "(self, inputs)", trainer_facts.in_rings(_score)),
     Patch(f"{DISTILLATION}._generate", "(self, prompts)", grpo_trainer.generate),
     Patch(f"{DISTILLATION}.compute_loss", _LOSS, _compute_loss),
     Patch(f"{DISTILLATION}._compute_loss", "(self, unwrapped_student, inputs, num_items_in_batch)", _compute_share),

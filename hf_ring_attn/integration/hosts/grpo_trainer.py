@@ -19,7 +19,6 @@ from ... import errors
 from ..context import ring_random
 from ..context.mesh import ring_of_process
 from ..log import say, warn
-from ..model import admission
 from ..patching.changes import Patch
 from ..patching.modules import Replaced
 from . import (
@@ -68,11 +67,10 @@ def start(host: Any) -> None:
 
 def _refuse(host: Any) -> None:
     """Refuses what is not tested in a ring. Some attributes are set after the start, so each step checks again."""
-    trainer_facts.refuse_trainer(host)
+    trainer_facts.refuse_step(host)
     trainer_overrides.refuse_unknown(host, _COUNT_PROCESSES)
     if not getattr(host, "ring_fp32_exact", False):
         ring_overrides.wrap_overrides(host, _SEE_ROWS)
-    admission.refuse_always(host.model)
     if host.args.use_transformers_continuous_batching:
         named = f"{type(host).__name__} with use_transformers_continuous_batching"
         raise errors.UnsupportedOption(named, _UNTRIED)
@@ -91,7 +89,7 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_per_token_logps_and_entropies(self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
         calls: Any = nullcontext()
-        if trainer_facts.group_of(self) is not None and trainer_overrides.BY_CALLS not in vars(self):
+        if trainer_facts.has_ring(self) and trainer_overrides.BY_CALLS not in vars(self):
             if torch.is_grad_enabled():
                 warn(trainer.WHOLE_ROWS.format(type(self).__name__))
             else:  # of the batches that TRL cuts
@@ -113,21 +111,16 @@ def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
 @contextmanager
 def _step(host: Any, model: nn.Module, whole: Any) -> Iterator[None]:
     calls = whole_row_steps.sharded_calls(host, model, inside=False)
-    with calls, trainer_facts.prepared(host, whole), rings.rings_as_processes(host):
+    with calls, trainer_facts.inputs_handed_on(host, whole), rings.rings_as_processes(host):
         yield
 
 
-def _score(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
-        if trainer_facts.group_of(self) is None:
-            return original(self, inputs)
-        _refuse(self)
-        with rings.rings_as_processes(self), environments_of_first_rank(self, ring_of_process()):
-            if not self.model.training:
-                _refuse_partial_groups(self, len(inputs))
-            return original(self, inputs)
-
-    return _generate_and_score_completions
+def _score(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+    _refuse(self)
+    with rings.rings_as_processes(self), environments_of_first_rank(self, ring_of_process()):
+        if not self.model.training:
+            _refuse_partial_groups(self, len(inputs))
+        return original(self, inputs)
 
 
 def _refuse_partial_groups(host: Any, rows: int) -> None:
@@ -184,8 +177,8 @@ _LOG_PROBS = (
 def _patches(kind: str) -> list[Patch]:
     module = kind.partition(":")[0]
     return [
-        trainer_overrides.patch_prepare(kind, lambda host: trainer_facts.group_of(host) is not None, _prepare_inputs),
-        Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", _score),
+        trainer_overrides.patch_prepare(kind, trainer_facts.has_ring, _prepare_inputs),
+        Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", trainer_facts.in_rings(_score)),
         Patch(f"{kind}._generate", "(self, prompts)", generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),
         Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, _log_probs),

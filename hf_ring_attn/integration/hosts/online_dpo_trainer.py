@@ -12,42 +12,32 @@ from typing import Any
 from torch import nn
 
 from ... import errors
-from ..model import admission
 from ..patching.changes import Patch
 from . import rings_as_processes as rings
 from . import trainer_facts, whole_row_steps
 from .ring_overrides import of_first_rank
+from .trainer_facts import in_rings
 
 
-def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        if trainer_facts.group_of(self) is None:
-            return original(self, model, inputs, num_items_in_batch)
-        trainer_facts.refuse_trainer(self)
-        admission.refuse_always(self.model)
-        if self.args.use_vllm:
-            raise errors.UnsupportedOption("OnlineDPOTrainer with use_vllm", "let transformers generate")
-        with rings.rings_as_processes(self), whole_row_steps.sharded_calls(self, model):
-            return original(self, model, inputs, num_items_in_batch)
-
-    return training_step
+def _training_step(
+    original: Callable[..., Any], self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+) -> Any:
+    trainer_facts.refuse_step(self)
+    if self.args.use_vllm:
+        raise errors.UnsupportedOption("OnlineDPOTrainer with use_vllm", "let transformers generate")
+    with rings.rings_as_processes(self), whole_row_steps.sharded_calls(self, model):
+        return original(self, model, inputs, num_items_in_batch)
 
 
-def _once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches a method so that all ranks of a ring take what its first rank returns."""
-
-    def once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if trainer_facts.group_of(self) is None:
-            return original(self, *args, **kwargs)
-        return of_first_rank(self, original.__name__, lambda: original(self, *args, **kwargs))
-
-    return once
+def _once(original: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    """Gives all ranks of a ring what the method returns on its first rank."""
+    return of_first_rank(self, original.__name__, lambda: original(self, *given, **named))
 
 
 ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"
 _REWARDS = "(self, prompts, completions, completion_ids_list, **reward_kwargs)"
 PATCHES = [
-    Patch(f"{ONLINE_DPO}.training_step", "(self, model, inputs, num_items_in_batch=)", _training_step),
-    Patch(f"{ONLINE_DPO}._generate", "(self, model, prompts, images=)", _once),
-    Patch(f"{ONLINE_DPO}._calculate_rewards_from_functions", _REWARDS, _once),
+    Patch(f"{ONLINE_DPO}.training_step", "(self, model, inputs, num_items_in_batch=)", in_rings(_training_step)),
+    Patch(f"{ONLINE_DPO}._generate", "(self, model, prompts, images=)", in_rings(_once)),
+    Patch(f"{ONLINE_DPO}._calculate_rewards_from_functions", _REWARDS, in_rings(_once)),
 ]

@@ -24,7 +24,7 @@ from ..patching.changes import Patch
 from . import own_methods
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, shard_inputs
-from .trainer_facts import group_of, shards_batches
+from .trainer_facts import group_of, has_ring, shards_batches
 from .trainer_overrides import BY_CALLS
 from .whole_row_steps import NEEDS_WHOLE_ROWS, calls_with_whole_rows, take_whole_rows, whole_row_step
 
@@ -75,7 +75,7 @@ def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
         with ExitStack() as stack:
             stack.enter_context(own_methods.as_ranks(self))
             # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
-            if group_of(self) is not None and self.gather_function == self.accelerator.gather:
+            if has_ring(self) and self.gather_function == self.accelerator.gather:
                 self.gather_function = RingsAsProcesses(self.accelerator).gather
             if shards_batches(self) and not self.accelerator._models:  # else it is prepared already
                 stack.enter_context(_prepared_for_evaluation(self))

@@ -11,7 +11,6 @@ from torch import nn
 
 from ... import errors
 from ..log import warn
-from ..model import admission
 from ..patching.changes import Patch
 from . import prediction, trainer, trainer_facts, trainer_overrides, whole_row_steps
 
@@ -21,8 +20,7 @@ def _prepare_inputs(host: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
 
 
 def _step(host: Any, model: nn.Module) -> AbstractContextManager[None]:
-    trainer_facts.refuse_trainer(host)
-    admission.refuse_always(host.model)
+    trainer_facts.refuse_step(host)
     if getattr(host, "padding_free", False):  # TRL 1.16 warns, and pads
         name = type(host).__name__
         raise errors.UnsupportedOption(f"{name} with padding_free=True", "TRL 1.16 had none to test; set it to False")
@@ -31,7 +29,7 @@ def _step(host: Any, model: nn.Module) -> AbstractContextManager[None]:
 
 def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def _compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        if trainer_facts.group_of(self) is not None and trainer_overrides.BY_CALLS not in vars(self):
+        if trainer_facts.has_ring(self) and trainer_overrides.BY_CALLS not in vars(self):
             warn(trainer.WHOLE_ROWS.format(type(self).__name__))
         return original(self, model, inputs, return_outputs)
 

@@ -29,8 +29,9 @@ from .trainer_facts import (
     counts,
     gives_whole_rows,
     group_of,
+    has_ring,
+    inputs_handed_on,
     options_of_batches,
-    prepared,
     refuse_loss,
     refuse_trainer,
     shards_batches,
@@ -113,7 +114,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
 @contextmanager
 def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
-    with sharded, prepared(trainer, local):
+    with sharded, inputs_handed_on(trainer, local):
         yield sharded
 
 
@@ -143,7 +144,7 @@ def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def floating_point_ops(self: Any, inputs: dict[str, Any]) -> Any:
         count, model = getattr(self.model, "num_parameters", None), self.model
-        if group_of(self) is None or count is None:
+        if not has_ring(self) or count is None:
             return counted(self, inputs)
         known = model_record.latest_record(model).state(_Parameters)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +25,17 @@ def group_of(trainer: Any) -> Any:
     return ring_group(trainer.accelerator) if ring_enabled(config) else None
 
 
+def has_ring(trainer: Any) -> bool:
+    """Returns True if the trainer trains in a ring."""
+    return group_of(trainer) is not None
+
+
 def shards_batches(trainer: Any) -> bool:
     """Returns True if batches are sharded: in the trainer's ring; or in a ring of one, to save memory, by one process.
 
     Without a ring several processes are left alone, and so are trainers that generate.
     """
-    if group_of(trainer) is not None:
+    if has_ring(trainer):
         return True
     model = trainer.model
     generates = any(is_a(trainer, name) for name in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"))
@@ -38,7 +44,31 @@ def shards_batches(trainer: Any) -> bool:
     return model_record.options_of(model).saves_memory and introspect.uses_ring(model)
 
 
+def in_rings(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes the replacement of a trainer's method (`Patch.make`): with a ring ``run``, else the method itself.
+
+    Args:
+        run: gets the method, the trainer and the arguments.
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *given: Any, **named: Any) -> Any:
+            if not has_ring(self):
+                return original(self, *given, **named)
+            return run(original, self, *given, **named)
+
+        return method
+
+    return make
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refuse_step(trainer: Any) -> None:
+    """Refuses a trainer, its arguments and its model before each step: some are set after the start."""
+    refuse_trainer(trainer)
+    admission.refuse_always(trainer.model)
 
 
 def refuse_trainer(trainer: Any) -> None:
@@ -112,7 +142,7 @@ def options_of_batches(model: nn.Module) -> RingConfig:
     return replace(options, layout="balanced") if options.layout == "auto" else options
 
 
-def prepared(trainer: Any, local: dict[str, Any]) -> Replaced:
+def inputs_handed_on(trainer: Any, local: dict[str, Any]) -> Replaced:
     """Makes ``_prepare_inputs`` return ``local`` as it is: a subclass might number each rank's tokens from 0."""
     prepare = trainer._prepare_inputs
     return Replaced(trainer, "_prepare_inputs", lambda inputs: inputs if inputs is local else prepare(inputs))

@@ -52,7 +52,7 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
         )  # also where an Accelerator existed before the trainer
         if trainer_facts.shards_batches(self):
             trainer_facts.refuse_trainer(self)
-        if trainer_facts.group_of(self) is not None:
+        if trainer_facts.has_ring(self):
             fsdp.keep_float32(self.accelerator)  # TRL shards a reference, with this policy, before the model
             for name in names:
                 if name in STARTS:

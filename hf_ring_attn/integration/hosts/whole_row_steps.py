@@ -21,18 +21,18 @@ from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp, fsdp_units
 from ..log import warn
 from ..losses import kinds
-from ..model import admission
 from ..patching.modules import Replaced
 from . import own_methods, program_methods, trainer_overrides
 from .rings_as_processes import rings_as_processes
 from .trainer_facts import (
     gives_whole_rows,
     group_of,
+    has_ring,
+    inputs_handed_on,
     is_a,
     options_of_batches,
-    prepared,
     refuse_past_fused_head,
-    refuse_trainer,
+    refuse_step,
     takes_count,
 )
 from .trainer_overrides import LOSS_ALONE, OF_WHOLE_ROWS
@@ -73,15 +73,14 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
     Raises:
         RanksDiffer: ranks have different batches.
     """
-    refuse_trainer(trainer)
-    admission.refuse_always(trainer.model)
+    refuse_step(trainer)
     ring, options = find_ring(group_of(trainer)), options_of_batches(model)
     batch = whole if isinstance(whole, Mapping) else {"inputs": whole}
     facts = {**compared_inputs.empty_facts(options, batch), **compared_inputs.inputs_of(batch)}
     device, advice = ring.small_device(trainer.args.device), compared_inputs.advice_for(batch)
     ring.agree(facts, device, advice, doing="compared its batch of whole rows")
     try:
-        with prepared(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
+        with inputs_handed_on(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
             yield
     except KeyError as missing:
         refused = _OF_WHOLE_ROWS.get(trainer, {}).get(model.training)
@@ -127,7 +126,7 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     chosen, is_other = options_of_batches(model).loss, isinstance(error, errors.RanksDiffer) and error.of_program
     if isinstance(error, errors.RefusedElsewhere):
         is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
-    if chosen != "auto" or group_of(trainer) is None or gives_whole_rows(trainer) or is_other:
+    if chosen != "auto" or not has_ring(trainer) or gives_whole_rows(trainer) or is_other:
         raise error
     is_alone = isinstance(error, OF_A_RANK) and not error.everywhere
     if fsdp.is_sharded(model) and (is_alone or not fsdp_units.end_forward(model)):

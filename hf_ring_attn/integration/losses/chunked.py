@@ -29,7 +29,7 @@ from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
 from .origins import Origin
 from .shifts import TargetsOfBatch
-from .whole_counts import WholeBatch
+from .whole_counts import BatchCounts
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
     origin = Origin(
         context.ring, context.facts.rows, layout.local_length, layout.padding, labels, known_targets,
         arrives=context.state(BackwardEnd).expect,
-        batch=None if items is None else WholeBatch(items, context.facts.rows, layout.length),
+        batch=None if items is None else BatchCounts(items, context.facts.rows, layout.length),
         layers=context.state(AttendedLayers),
     )  # fmt: skip
     if isinstance(output, LazyLogits):

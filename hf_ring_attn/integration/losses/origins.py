@@ -54,7 +54,7 @@ class Origin(Share):
 
     on_some_ranks: bool = False
     arrives: Callable[[], None] | None = None
-    batch: whole_counts.WholeBatch | None = None
+    batch: whole_counts.BatchCounts | None = None
     layers: AttendedLayers = field(default_factory=AttendedLayers)
     used: bool = False
     trains: bool = False

@@ -20,7 +20,7 @@ NEAR = 1e-6
 """Relative: numbers that are the same, but for rounding in float32."""
 
 
-class WholeBatch(NamedTuple):
+class BatchCounts(NamedTuple):
     """Counts of a whole batch: its number of labels divided by the ring size, its rows and their length."""
 
     items: int | float | Tensor
@@ -43,7 +43,7 @@ def factor_of(call: Call) -> float | Tensor | None:
     return 1.0 / factor if name in QUOTIENTS else factor
 
 
-def divides_by_whole(factors: list[Any], batch: WholeBatch | None, size: int, device: torch.device) -> int | Tensor:
+def divides_by_whole(factors: list[Any], batch: BatchCounts | None, size: int, device: torch.device) -> int | Tensor:
     """Returns 1 if a loss is divided by a count of the whole batch, and not multiplied by the ring ``size``; else 0."""
     if batch is None or not factors:
         return 0

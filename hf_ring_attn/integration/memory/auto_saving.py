@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ...attention.saved_results import Counts, Saved, SavedResults
+from ...attention.saved_results import HandsOn, Saved, SavedResults
 from ...config import RingConfig, ranks_of_machine
 from ...layers.free_memory import free_bytes
 from ..context.batch_context import BatchContext
@@ -149,7 +149,7 @@ class _Unsaved:
         _UNSAVED.add(self)
 
     def count(self, out: Tensor, lse: Tensor) -> None:
-        """Counts the results of an attention."""
+        """HandsOn the results of an attention."""
         self.size += out.nbytes + lse.nbytes
 
     def __enter__(self) -> None:
@@ -304,7 +304,7 @@ def contexts(
     if not tokens or not _OPEN:
         return None
     unsaved = _Unsaved(tokens)
-    return Counts(unsaved.count), unsaved
+    return HandsOn(unsaved.count), unsaved
 
 
 def _tokens(context: BatchContext) -> int:

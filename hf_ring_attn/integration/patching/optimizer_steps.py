@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +30,11 @@ def call_no_more(function: Callable[[Optimizer], None]) -> None:
 def _before(optimizer: Optimizer, *_given: Any) -> None:
     for function in list(_called):
         function(optimizer)
+
+
+def weights_of(optimizer: Optimizer) -> list[Tensor]:
+    """The weights that an optimizer steps."""
+    return [x for group in optimizer.param_groups for x in group["params"]]
 
 
 def forget() -> None:
