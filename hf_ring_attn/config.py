@@ -33,16 +33,17 @@ class RingConfig:
             once per forward, and hold them from the first of these layers to the last, one set per kind of mask. With a
             number each of these layers gathers again, which takes less memory.
         traffic: the transport. "messages" sends by NCCL or gloo. "pulls" makes peer-to-peer copies from the other GPUs'
-            memory. This is faster, but needs NVIDIA GPUs of one machine, and buffers for two copies of a rank's keys
-            and values of one layer and of their float32 gradients. "auto" makes copies if possible. All give the same
+            memory. This is faster, but needs NVIDIA GPUs of one machine, and three buffers: two for a rank's keys and
+            values of one layer, one for their float32 gradients. "auto" makes copies if possible. All give the same
             bits.
         loss: "chunked" computes the loss of a rank's tokens one chunk at a time, without logits. If the program reads
             ``out.logits``, they are computed then, again at each reading. "sharded" makes the logits of the rank's
             tokens. "gathered" is for trainers: compute_loss gets whole rows, and what a model returns for them is
             all-gathered in order. This makes any loss exact, and takes S x V memory for logits on every rank. "auto":
-            gathered if a trainer has a compute_loss_func, a compute_loss of a model that takes no count, a model with
-            a loss_function of the program's own, or rows of other names, or if SFTTrainer smooths labels; chunked if
-            the head and the loss of the model allow it; else sharded. The line at start says which.
+            "gathered" in a trainer whose loss needs whole rows, by its arguments (a compute_loss_func, a loss_function
+            of the program's own, a model that takes no count, rows of other names, SFTTrainer's label smoothing) or by
+            the self-check; else "chunked" if the head and the loss of the model allow it; else "sharded". The line at
+            the start says which.
         layout: how tokens are sharded. "zigzag": as in `hf_ring_attn.positions`. "balanced": packed rows get other
             chunks if a zigzag would give a rank more than 1.1 times the mean work; ``sharded.positions`` has them.
             Batches with images or sound, and those of `maybe_context_parallel`, always use the zigzag. "auto": balanced

@@ -72,7 +72,7 @@ class OtherInputs(Refused):
         super().__init__(
             f"{model} was called in a ring {got}. One rank's tokens do not determine positions, padding and labels of "
             "the whole row. Call model(**inputs) with the inputs of shard() or of the trainer. Change a mask or labels "
-            "in the batch, before it is sharded. Other rows: hf_ring_attn.whole_rows(model); in a Trainer "
+            "in the batch, before it is sharded. For other rows use hf_ring_attn.whole_rows(model), in a Trainer "
             "RingConfig(loss='gathered')."
         )
 

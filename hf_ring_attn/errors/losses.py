@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Refused
 
 OWN_TERM = (
-    "Each term of compute_loss must add up over ranks: a sum over shift_labels / num_items_in_batch * "
+    "Each term of compute_loss must add up over ranks: (a sum over shift_labels) / num_items_in_batch * "
     "accelerator.num_processes; another model's loss: other(**inputs, num_items_in_batch=num_items_in_batch).loss * "
     "accelerator.num_processes."
 )

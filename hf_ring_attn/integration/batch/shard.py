@@ -157,10 +157,11 @@ def shard(
     the zigzag layout. With RingConfig(layout="balanced") ranks hold other chunks if the zigzag is uneven;
     `Sharded.positions` has them. Documents begin where position_ids restart, if there is no attention_mask.
 
-    Loss: shift_labels are made from the whole row. num_items_in_batch becomes the batch's, or its number of labelled
-    tokens, divided by W. So a sum of this rank's losses divided by it is W times this rank's share of the loss, and
-    the mean over ranks is the loss. out.loss has the value of the whole batch on every rank, and the gradient of W
-    times the share. num_items_in_batch is a tensor if a ``model`` is given that FSDP2 does not shard; else a number.
+    Loss: labels are shifted on the whole row. num_items_in_batch is the count of the whole batch (yours, or that of its
+    labelled tokens) divided by W. Divide the sum of this rank's losses by it: the mean of the ranks' quotients is the
+    loss, and the mean of their gradients its gradient. out.loss already has the value of the whole batch on every rank,
+    and the gradient of this rank's quotient. num_items_in_batch is a tensor if a ``model`` is given that FSDP2 does not
+    shard; else a number.
 
     Heads of whole rows: if ``model`` classifies rows, or gets labels of token classes or masked words, its layers below
     the head compute sharded rows, and the head and its loss get whole ones. Inputs, labels and outputs are then whole.

@@ -140,9 +140,8 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
 
 
 TAKES_WHOLE_ROWS = (
-    "{} now {} by losses of whole rows, which take more memory: one rank's tokens do not give its loss ({}). "
-    'RingConfig(loss="gathered") asks for that from the start. "chunked" and "sharded" keep the loss of a rank\'s '
-    "tokens, or refuse it."
+    "{} now {} by losses of whole rows, which take more memory. The reason: {}. RingConfig(loss='gathered') does so "
+    "from the start; 'chunked' and 'sharded' refuse such a loss instead."
 )
 
 
