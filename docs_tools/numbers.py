@@ -217,7 +217,7 @@ BESIDE_OWN = "2026-11-26-two-h100-beside-own"
 H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defaults"
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
-EXPERTS, ROWS = "2026-11-28-experts", "2026-11-28-any-loss"
+EXPERTS, ROWS, DPO = "2026-11-28-experts", "2026-11-28-any-loss", "2026-11-29-dpo-one-gpu"
 BLOCKS = "2026-11-27-ampere-blocks"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
@@ -380,6 +380,7 @@ VALUES: dict[str, Callable[[], str]] = {
         f"{step(WHOLE_FULL, 'full_256K')['seconds_per_step']:.1f} s and {gib(WHOLE_FULL, 'full_256K')} GiB"
     ),
     "qwen35_32k": lambda: f"{step(LINEAR, 'q35_32K')['seconds_per_step']:.1f} s and {gib(LINEAR, 'q35_32K')} GiB a GPU",
+    "dpo_32k": lambda: f"{step(DPO, 'ring_dpo_32K')['seconds_per_step']:.1f} s and {gib(DPO, 'ring_dpo_32K')} GiB",
     "a3b_32k": lambda: f"{step(EXPERTS, 'ring_a3b_32K')['seconds_per_step']:.2f} s",
     "a3b_32k_own": lambda: f"{step(EXPERTS, 'own_a3b_32K')['seconds_per_step']:.2f} s",
     "full_256k_auto": lambda: f"{step(FULL_1M, 'full_256K_auto')['seconds_per_step']:.1f} s",
