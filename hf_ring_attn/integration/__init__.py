@@ -58,6 +58,7 @@ def install() -> None:
         ChangedHost: a function of these libraries has other parameters than its patch needs.
     """
     changes.install(CHANGES)
+    optimizer_steps.watch()
 
 
 def uninstall() -> None:
