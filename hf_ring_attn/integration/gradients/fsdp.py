@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +26,9 @@ from ..patching.modules import Replaced
 from .fsdp_units import groups_of
 
 UNTESTED = {
-    "FullyShardedDataParallel": "FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
+    "FullyShardedDataParallel": (
+        "FSDP1 is not tested: use FSDP2 (fsdp_version: 2; Lightning: ModelParallelStrategy) or DDP"
+    ),
     "DeepSpeedEngine": "DeepSpeed is not tested: use FSDP2 or DDP",
 }
 
@@ -175,6 +179,26 @@ def forget() -> None:
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Yields the wrappers that were never tested."""
-    kinds = {type(module).__name__ for module in model.modules()} if context.ring.size > 1 else set()
-    yield from (UNTESTED[kind] for kind in sorted(kinds & UNTESTED.keys()))
+    """Yields the wrappers in a model, or around this call, that were never tested."""
+    if context.ring.size > 1:
+        yield from _untested([*model.modules(), *_called_around()])
+
+
+def untested_around() -> Iterator[str]:
+    """Yields the wrappers around this call that were never tested: a program may shard a batch inside its forward."""
+    yield from _untested(_called_around())
+
+
+def _untested(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Yields those of some modules that were never tested, in words."""
+    yield from (UNTESTED[kind] for kind in sorted({type(module).__name__ for module in modules} & UNTESTED.keys()))
+
+
+def _called_around() -> Iterator[nn.Module]:
+    """The modules in whose ``forward`` this is called."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(owner, nn.Module):
+            yield owner
+        frame = frame.f_back

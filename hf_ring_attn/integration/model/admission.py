@@ -139,10 +139,17 @@ def _apply_model_options(options: RingConfig, context: BatchContext) -> None:
 
 
 def refuse(config: Any, context: BatchContext) -> None:
-    """Refuses a model that was not bound, by its transformers config alone."""
+    """Refuses a model that was not bound, by its transformers config and the wrappers around it.
+
+    Inside FSDP1, without use_orig_params, modules have no parameters, and so are taken for no models.
+    """
     if config is None or any(config is known for known in context.log.configs):
         return
-    reasons = [*_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS)] if context.ring.size > 1 else []
+    if context.ring.size == 1:
+        return
+    reasons = [
+        *_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS), *fsdp.untested_around(),
+    ]  # fmt: skip
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)
 

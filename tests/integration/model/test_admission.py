@@ -140,7 +140,7 @@ FORWARDS = [
     Forward(why="DeepSpeed", change=jobs.DeepSpeedEngine, text="DeepSpeed is not tested: use FSDP2 or DDP"),
     Forward(
         why="FSDP1", change=jobs.FullyShardedDataParallel,
-        text="FSDP1 is not tested: use FSDP2 (fsdp_version: 2) or DDP",
+        text="FSDP1 is not tested: use FSDP2 (fsdp_version: 2; Lightning: ModelParallelStrategy) or DDP",
     ),
 ]  # fmt: skip
 
