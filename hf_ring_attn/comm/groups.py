@@ -58,6 +58,11 @@ def group_of(name: str) -> dist.ProcessGroup:
     return group
 
 
+def is_alive(name: str) -> bool:
+    """Returns False if the group that got this name was destroyed."""
+    return _is_alive(_GROUPS.get(name))
+
+
 def state_of(name: str, kind: type[S]) -> S:
     """A feature's own state of a group: an instance of its class, made at first use. It must not hold the group.
 

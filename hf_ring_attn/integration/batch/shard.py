@@ -284,7 +284,7 @@ def shard_for(
         beside_weights.watch()
     labels = () if gathers_logits or head else LOSS_INPUTS[:2]
     context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *TOKENS, *labels)))
-    batch_context.LIVE.add(context)
+    batch_context.note_sharded(context)
     if whole.layout.owners:
         note_balanced(context, ring.size)
     if context.text is not None and ring.size > 1:

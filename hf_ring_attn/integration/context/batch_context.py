@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ...attention.op import attentions
-from ...comm.groups import state_in
+from ...comm.groups import is_alive, state_in
 from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
@@ -35,6 +35,21 @@ _STACK: list[BatchContext] = []
 
 LIVE: weakref.WeakSet[BatchContext] = weakref.WeakSet()
 """Every sharded batch that is still in use, entered or not."""
+_RINGS: set[Ring] = set()
+"""The rings of several ranks that shared a batch, also one that is in use no more."""
+
+
+def note_sharded(context: BatchContext) -> None:
+    """Notes a batch that was sharded."""
+    LIVE.add(context)
+    if context.ring.size > 1:
+        _RINGS.add(context.ring)
+
+
+def rings_of_batches() -> set[Ring]:
+    """The rings of several ranks that shared a batch, if their groups were not destroyed."""
+    _RINGS.difference_update([ring for ring in _RINGS if not is_alive(ring.name)])
+    return set(_RINGS)
 
 
 def live_batches() -> list[BatchContext]:

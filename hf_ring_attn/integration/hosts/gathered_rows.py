@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import errors
 from ...comm.ring import world_size
-from ..context.batch_context import live_batches
+from ..context.batch_context import live_batches, rings_of_batches
 from ..context.mesh import ring_of_process
 from ..patching.changes import Patch
 
@@ -36,7 +36,8 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         gathered, tensor = [*given.values()][:2]
         if not given.get("async_op") and (trains or (tensor.dim() > 1 and tensor.is_floating_point())):
-            refuse_same(gathered.detach().flatten().split(tensor.numel()) if isinstance(gathered, Tensor) else gathered)
+            parts = gathered.detach().flatten().split(tensor.numel()) if isinstance(gathered, Tensor) else gathered
+            refuse_same(parts, trains)
         return work
 
     return gather
@@ -49,8 +50,11 @@ def _trains(x: Any) -> bool:
 LIBRARIES = ("accelerate.", "deepspeed.", "hf_ring_attn.", "peft.", "torch.", "transformers.", "trl.")
 
 
-def refuse_same(gathered: Sequence[Tensor]) -> None:
+def refuse_same(gathered: Sequence[Tensor], trains: bool = False) -> None:
     """Refuses tensors of all ranks of the world if all ranks of a ring gave the same.
+
+    Args:
+        trains: they have gradients, so they may be of a batch that the program has dropped.
 
     Raises:
         SameRowsGathered: on every rank of the ring.
@@ -58,6 +62,7 @@ def refuse_same(gathered: Sequence[Tensor]) -> None:
     if len(gathered) != world_size() or gathered[0].numel() < 2:
         return
     rings = {ring_of_process(), *(context.ring for context in live_batches())}  # a trainer's batches may have ended
+    rings |= rings_of_batches() if trains else set()
     for ring in (ring for ring in rings if ring.size > 1):
         first, *others = (gathered[rank].detach() for rank in ring.ranks())
         if all(torch.equal(first, other) for other in others):
