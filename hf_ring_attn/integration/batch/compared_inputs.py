@@ -13,9 +13,9 @@ from ...config import RingConfig
 from ..context.whole_batch import KERNEL_HINTS
 
 TODO = (
-    "Every rank of a ring must get the same whole batch. Leave out DistributedSampler and split_dataset_by_node, seed "
-    "shuffling, and set dispatch_batches=False. If a dataset or a collator draws random numbers, no rank may draw "
-    "alone: generate samples on all ranks."
+    "Every rank of a ring must get the same whole batch. Leave out DistributedSampler and split_dataset_by_node (in "
+    "Lightning set use_distributed_sampler=False), seed shuffling, and set dispatch_batches=False. If a dataset or a "
+    "collator draws random numbers, no rank may draw alone: generate samples on all ranks."
 )
 _OWN_EMBEDDINGS = (
     " These inputs_embeds require a gradient. If a module outside the model made them, nobody averages its gradients, "

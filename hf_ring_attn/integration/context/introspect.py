@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ from ..patching.modules import programs_own
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
 TOKENS = ("input_ids", "inputs_embeds")
+_FABRIC = "_FabricModule"
+_INNER = {"DistributedDataParallel": "module", _FABRIC: "_forward_module"}
+"""Attributes with the model inside, by the names of wrappers' classes; torch.compile's has an _orig_mod."""
+_OF_WRAPPERS = ("torch.distributed.", "lightning.fabric.", "lightning_fabric.")
 CACHES = ("cache", "past_key_values")
 """The argument that holds a model's cache: its name since transformers 5.24, and before."""
 
@@ -49,9 +55,23 @@ def uses_ring(model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:
-    """``model``, and the models inside it, through wrappers of DDP and torch.compile; the last is no wrapper."""
-    inner = model._modules.get("module" if is_ddp(model) else "_orig_mod")
+    """``model``, and the models inside it, through wrappers of DDP, Fabric and torch.compile; the last is none."""
+    inner = model._modules.get(_INNER.get(type(model).__name__, "_orig_mod"))
     return [model] if inner is None else [model, *unwrapped(inner)]
+
+
+def forward_context(model: nn.Module) -> AbstractContextManager[Any]:
+    """The context in which Fabric's wrapper, if it is in ``model``, runs the model inside: its precision."""
+    wrapper: Any = next((one for one in unwrapped(model) if type(one).__name__ == _FABRIC), None)
+    return nullcontext() if wrapper is None else wrapper._strategy.precision.forward_context()
+
+
+def is_of_wrapper(hook: Any) -> bool:
+    """Returns True for a hook that a wrapper has on all that its model returns: FSDP2's gathers weights when the
+    backward begins, Fabric's asks who began it."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_OF_WRAPPERS)
 
 
 def may_train(model: nn.Module) -> bool:

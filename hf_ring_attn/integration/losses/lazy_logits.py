@@ -29,7 +29,7 @@ from ...layers.chunked_loss import (
     rows_per_chunk,
 )
 from ...layers.collectives import sum_over_ring
-from ..context.introspect import is_unit
+from ..context.introspect import is_of_wrapper, is_unit
 from ..context.tracked_input import version_of
 from ..patching.parameter_slots import slots_of, with_weights
 from .calls import Call
@@ -269,8 +269,7 @@ class LazyLogits(Tensor):
                 args = (lazy.made, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        hooks = args[1:] if name in GRADIENT_HOOKS else ()  # FSDP2's gathers weights when the backward begins
-        if any(str(getattr(hook, "__module__", "")).startswith("torch.distributed.") for hook in hooks):
+        if name in GRADIENT_HOOKS and any(map(is_of_wrapper, args[1:])):  # it needs no gradient of them
             args[0].head.wrapper_hooks += args[1:]
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)

@@ -105,7 +105,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             return
         job = _Check(inner, context, sample, sample.device(model), as_one, stand_in(model, inner))
         modes = [x.training for x in inner.modules()]
-        with preserved(inner), moved_from_zero(inner):
+        with preserved(inner), moved_from_zero(inner), introspect.forward_context(model):
             if case not in verdicts:
                 with ring_random.preserved():
                     state.verdict = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
