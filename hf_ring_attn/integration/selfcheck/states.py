@@ -61,7 +61,7 @@ class States:
         with ExitStack() as stack:
             stack.enter_context(restored(self._modules))
             stack.enter_context(preserved_objects(self._holders, self._modules))
-            before = {} if self.second or self.written else dict(_marks(self._paths))
+            before = dict(_marks(self._paths)) if whole and not (self.second or self.written) else {}
             answer = call()
             if before:
                 after = _marks(self._paths)
