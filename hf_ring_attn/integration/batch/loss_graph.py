@@ -151,8 +151,7 @@ def _beside(losses: Any) -> dict[Ring, list[Tensor]]:
     Raises:
         PastOutputs: see `refuse_past_outputs`. SecondGradient: the loss has a gradient in it.
     """
-    live = [context for context in live_batches() if context.ring.size > 1]
-    if not any(context.state(WholeCall).model for context in live):
+    if not any(context.state(WholeCall).model for context in live_batches()):
         forget()
         return {}
     # A backward inside another one recomputes layers; in a batch's context a rank's tokens are a program's own affair.
