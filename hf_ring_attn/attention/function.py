@@ -15,7 +15,7 @@ from ..comm.first_order import refuse_transforms, refuse_vmap
 from ..comm.ring import LOCAL, Ring
 from ..config import RingConfig
 from ..dtypes import FLOATS, INTEGERS
-from ..errors import BadShape, RanksDiffer, Refused
+from ..errors import BadShape, RanksDiffer
 from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..sharding.layout import LONGEST, Layout
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
@@ -136,7 +136,7 @@ def ring_attention(
         LeftHalfway: an error interrupted an earlier attention of this ring.
     """
     ring = Ring.of(group)
-    refusal: Refused | None = None
+    refusal: Exception | None = None
     facts: dict[str, object] = dict.fromkeys(FACTS)
     ids: Tensor | None = None
     try:
@@ -145,6 +145,7 @@ def ring_attention(
         compared = sinks if length is None and ring.size > 1 else None
         refuse_vmap("ring attention", documents=documents, sinks=compared, score_mod=score_mod)
         _check_options(causal, score_mod, return_lse, config)
+        window = _sides(window)
         band = _band(causal, window)
         if softcap is not None:
             softcap = number("softcap", softcap, "a number above 0, or None for no cap", above=0)
@@ -153,8 +154,8 @@ def ring_attention(
             length = whole_number("length", length, "a number of tokens, 0 to 2**40", most=LONGEST)
         mod = None if score_mod is None else ScoreMod.of(score_mod, q.device, config.deterministic)
         ids = None if documents is None else _ids(documents)
-        facts = _facts(q, k, v, documents, causal, tuple(window), softcap, factor, sinks, config, mod)
-    except Refused as error:
+        facts = _facts(q, k, v, documents, causal, window, softcap, factor, sinks, config, mod)
+    except Exception as error:  # noqa: BLE001  raised below; else the others would wait
         refusal = error
     interruption_guard(ring).check()  # else peers would read the comparison below as data of that attention
     if length is None:
@@ -219,11 +220,16 @@ def _check_options(causal: bool, score_mod: ScoreFunction | None, return_lse: bo
     check_type("config", config, RingConfig, "a RingConfig")
 
 
-def _band(causal: bool, window: tuple[int | None, int | None]) -> Band:
+def _sides(window: Sequence[object]) -> tuple[int | None, int | None]:
+    """The window in Python's numbers: numpy's without a sign have no negative."""
     need = "(left, right) in tokens, each 0 or more, or None for no bound"
     check_type("window", window, (tuple, list), need)
-    sides: Sequence[object] = window
-    check(len(sides) == 2 and all(side is None or is_whole(side) for side in sides), "window", window, need)
+    check(len(window) == 2 and all(side is None or is_whole(side) for side in window), "window", window, need)
+    left, right = (None if side is None else whole_number("window", side, need) for side in window)
+    return left, right
+
+
+def _band(causal: bool, window: tuple[int | None, int | None]) -> Band:
     left, right = window
     band = Band(-UNBOUNDED if right is None else -right, UNBOUNDED if left is None else left)
     return band & (CAUSAL if causal else BIDIRECTIONAL)
@@ -278,7 +284,7 @@ def _device_of(q: object) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Refused | None) -> int:
+def _agreed_length(ring: Ring, q: Tensor, facts: dict[str, object], refusal: Exception | None) -> int:
     """Compares the calls of all ranks and returns the length of the whole row; if one refuses, all raise."""
     device = ring.small_device(_device_of(q))
     todo = "Call ring_attention with the same options on every rank."

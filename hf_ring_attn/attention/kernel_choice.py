@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.ring import Ring
 from ..kernels import Params, Part, Request, ScoreMod, asking, choose, kernels_named, text_of
@@ -62,8 +63,8 @@ def why_not_preferred(name: str, chosen: str, request: Request) -> str:
     return ""
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Score functions, and the rings whose ranks were found to have the same."""
+_KNOWN = WeakIdKeyDictionary()
+"""Score functions by their object, itself but for a method, and the rings whose ranks were found to have the same."""
 
 
 def score_mod_facts(mod: ScoreMod | None) -> dict[str, object]:
@@ -80,8 +81,11 @@ def agree_on_scores(ring: Ring, mod: ScoreMod, device: torch.device) -> None:
     Raises:
         RanksDiffer: on every rank.
     """
+    # By identity: an equal one may live, in the graph of a loss that one rank holds, so the others would ask alone.
+    function: Any = mod.function
+    holder, code = (function.__self__, function.__func__) if isinstance(function, MethodType) else (function, function)
     try:
-        known = _KNOWN.setdefault(mod.function, set())
+        known: set[str] = _KNOWN.setdefault(holder, WeakIdKeyDictionary()).setdefault(code, set())
     except TypeError:  # it cannot be cached
         known = set()
     if ring.size > 1 and ring.name not in known:

@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -52,9 +53,11 @@ def number_of(value: object) -> int | Tensor:
         return _hash(repr(value))
     if isinstance(value, Tensor):
         return _fingerprints([value])[0]
-    if isinstance(value, int):
-        return int(value) if -(2**63) <= value < 2**63 else _hash(repr(value))
-    if isinstance(value, float):
+    if isinstance(value, Integral):  # numpy's, too
+        value = int(value)
+        return value if -(2**63) <= value < 2**63 else _hash(repr(value))
+    if isinstance(value, Real):
+        value = float(value)
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
     if isinstance(value, RingConfig):
         return _number_of_options(value)

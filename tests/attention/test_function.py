@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,6 +99,14 @@ def test_a_window_is_counted_as_documented() -> None:
     ):
         out = out_of(**x, window=window, causal=causal)
         torch.testing.assert_close(out[:, 4], v[:, seen].mean(1), msg=f"{window}, causal={causal}")
+
+
+@pytest.mark.parametrize("kind", [numpy.uint8, numpy.uint64, numpy.int8, numpy.int64])
+def test_a_window_may_be_of_numpys_numbers(kind: type[Any]) -> None:
+    """One without a sign has no negative: -uint8(3) is 253, so other keys were seen, without an error."""
+    x, sides = qkv(), (2, 3)
+    got = out_of(**x, window=tuple(map(kind, sides)), causal=False)
+    assert torch.equal(got, out_of(**x, window=sides, causal=False))
 
 
 def in_pairs(cases: list[Case]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_ring_attn.attention.function import ring_attention
+from hf_ring_attn.attention.kernel_choice import agree_on_scores
 from hf_ring_attn.biases import Alibi, RelativeBias
+from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.config import RingConfig
-from hf_ring_attn.errors import BadScoreMod, RanksDiffer, ScoreModChanged, UnsupportedAttention
+from hf_ring_attn.errors import BadScoreMod, RanksDiffer, RefusedElsewhere, ScoreModChanged, UnsupportedAttention
+from hf_ring_attn.kernels import ScoreMod
 from tests.helpers.checks import Ranks
 from tests.helpers.rank_functions import held, qkv
 from tests.helpers.score_mods import places
@@ -312,3 +316,52 @@ def test_ranks_with_other_functions_all_say_so(ranks: Ranks) -> None:
     first, second = ranks(2).run(called_differently)
     assert first == second
     assert first.startswith("the ranks of one ring must hold the same score_mod, but got rank 0: ")
+
+
+def broken_on_the_second() -> str:
+    """A function whose second rank raises an error that is no refusal, once gradients are asked for."""
+
+    def function(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if dist.get_rank() == 1 and torch.is_grad_enabled():
+            raise ZeroDivisionError("by hand")
+        return score
+
+    mine = held(8, dist.get_rank(), dist.get_world_size())
+    with pytest.raises((ZeroDivisionError, RefusedElsewhere)) as raised:
+        ring_attention(**{name: x[:, mine] for name, x in qkv().items()}, score_mod=function)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_any_error_of_a_rank_before_its_attention_ends_all_ranks(ranks: Ranks) -> None:
+    """Only refusals reached the other ranks; for another error they waited until the time-out."""
+    first, second = ranks(2).run(broken_on_the_second)
+    assert second == "ZeroDivisionError: by hand"
+    assert first.startswith("RefusedElsewhere: ") and "rank 1: ZeroDivisionError: by hand" in first
+
+
+class Shifted:
+    """A score_mod as a method: each access makes another object, equal to those before."""
+
+    def __init__(self) -> None:
+        self.by = torch.tensor(0.5)
+
+    def score(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + self.by
+
+
+def collectives_of_a_method() -> list[int]:
+    """How many messages each of three comparisons of a method takes on this rank; the first one keeps the graphs."""
+    shifted, ring, kept, sent = Shifted(), Ring.of(None), [], list[int]()
+    with mock.patch.object(Ring, "agree", return_value=[]) as agree:
+        for _ in range(3):
+            mod = ScoreMod.of(shifted.score, torch.device("cpu"))
+            agree_on_scores(ring, mod, torch.device("cpu"))
+            sent.append(agree.call_count)
+            kept += [mod] if dist.get_rank() == 0 else []
+            del mod
+    return sent
+
+
+def test_ranks_compare_a_method_as_often_whatever_one_of_them_keeps(ranks: Ranks) -> None:
+    """A rank that held the graph of a loss found the method known, and the others waited for it."""
+    assert ranks(2).run(collectives_of_a_method) == [[1, 1, 1]] * 2

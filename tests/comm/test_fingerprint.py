@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ OTHER[1, 5] = -7
         (TOKENS, None, "x, but got rank 0: torch.int64 [2, 12], rank 1: None."),
         (0.1, 0.1 + 2e-17, "x, but got rank 0: 0.1, rank 1: 0.10000000000000002."),
         (None, 0, "x, but got rank 0: None, rank 1: 0."),
+        (numpy.int64(3), numpy.int64(4), "x, but got rank 0: 3, rank 1: 4."),
+        ((numpy.float32(0.5), None), (0.25, None), "x, but got rank 0: (np.float32(0.5), None), rank 1: (0.25, None)."),
         (2**80, 2**80 + 1, f"x, but got rank 0: {2**80}, rank 1: {2**80 + 1}."),
         (torch.float16, torch.bfloat16, "x, but got rank 0: torch.float16, rank 1: torch.bfloat16."),
         ("a" * 90 + "b", "a" * 90 + "c", f"x, but got rank 0: ...{'a' * 20}b, rank 1: ...{'a' * 20}c."),
@@ -49,8 +52,8 @@ def test_the_first_value_that_differs_is_shown(ranks: Ranks, first: object, seco
 
 
 def test_equal_values_are_found_equal(ranks: Ranks) -> None:
-    held = {"a": [TOKENS, 0.5], "b": (None, "text", 2**80), "c": torch.float16, "d": True, "e": TOKENS.T, "f": len}
-    alike = {**held, "e": TOKENS.T.contiguous()}
+    held = {"n": [numpy.int64(3), numpy.float32(0.5)], "a": [TOKENS, 0.5], "b": (None, "text", 2**80), "c": torch.float16, "d": True, "e": TOKENS.T, "f": len}
+    alike = {**held, "e": TOKENS.T.contiguous(), "n": [3, 0.5]}
     assert ranks(2).run(agreed, [held, alike], [None] * 2) == [("", "", ["gather"])] * 2
 
 

@@ -190,10 +190,11 @@ def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None
     first, ring = next(layer for layer in layers if layer.per_token[saves_attention(context)]), context.ring
     device = first.device
     memory = host_memory(device)
-    failure, memory.full = memory.full, None
+    failure: Exception | None = memory.full
+    memory.full = None
     try:
         memory.buffers.reserve(_sizes(layers, first, context))
-    except errors.HostMemoryFull as error:
+    except Exception as error:  # noqa: BLE001  raised below; else the others would wait
         failure = failure or error
     ring.agree({}, ring.small_device(device), failure=failure, doing="reserved host memory for checkpoints")
 

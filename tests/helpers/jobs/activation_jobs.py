@@ -346,3 +346,20 @@ def without_room(rank: int, reserves: bool) -> list[str]:
                 except errors.RingAttentionError as error:
                     found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def failing_to_reserve(rank: int) -> list[str]:
+    """What three batches end with if the second one's buffers cannot be made on one rank, by an error of torch's."""
+    model = model_of(Step(why="", checkpointing=CHECKPOINTED))
+    hf_ring_attn.configure(model, RingConfig(offload_above=0))
+    found = []
+    for number in range(3):
+        error = RuntimeError("by hand") if number == 1 and dist.get_rank() == rank else None
+        with mock.patch.object(Buffers, "reserve", side_effect=error):
+            try:
+                with hf_ring_attn.shard(tokens(23), model=model) as batch:
+                    model(**batch.inputs).loss.backward()
+                found.append("")
+            except (RuntimeError, errors.RefusedElsewhere) as raised:
+                found.append(f"{type(raised).__name__}: {raised}")
+    return found

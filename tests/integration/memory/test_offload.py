@@ -213,6 +213,13 @@ def test_a_rank_without_host_memory_ends_all_ranks_at_once(ranks: Ranks) -> None
     assert full[1:] == other[1:] == ["", ""], "memory was given: the ring goes on"
 
 
+def test_any_error_of_a_rank_that_reserves_ends_all_ranks(ranks: Ranks) -> None:
+    """Only HostMemoryFull reached the other ranks; for another error they waited until the time-out."""
+    failed, other = ranks(2).run(jobs.failing_to_reserve, 0)
+    assert failed == ["", "RuntimeError: by hand", ""]
+    assert other[::2] == ["", ""] and "RefusedElsewhere: " in other[1] and "rank 0: RuntimeError: by hand" in other[1]
+
+
 def test_host_memory_that_runs_out_in_a_forward_ends_all_ranks_at_the_next(ranks: Ranks) -> None:
     full, other = ranks(2).run(jobs.without_room, 0, False)
     assert [text[:14] for text in full] == ["", "HostMemoryFull", ""]
