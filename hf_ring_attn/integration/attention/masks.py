@@ -27,7 +27,7 @@ from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context, model_record
 from ..context.batch_context import MaskSpec
 from ..context.introspect import CACHES, NAME
-from ..context.mask_functions import MaskExpr, SameGroup, recognise, terms_of
+from ..context.mask_functions import MaskExpr, SameGroup, parts_of, recognise, terms_of
 from ..context.model_record import latest_record
 from ..context.whole_batch import restarts, text_positions
 from ..log import warn
@@ -142,7 +142,12 @@ def _ring_mask(
 
 def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
     context.admit()
-    return context.spec(seen, batch, functools.partial(_spec, context))
+    spec = context.spec(seen, batch, functools.partial(_spec, context))
+    if spec.seen is not seen:  # made for an equal expression, perhaps of other blocks
+        for part in parts_of(seen):
+            if isinstance(part, SameGroup) and part.kind == "blocks":
+                _blocks(context, part, batch)
+    return spec
 
 
 def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
@@ -155,18 +160,30 @@ def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> Ma
         if part.kind == "chunks":
             positions = context.facts.positions if CHUNKS_BY_POSITION else None
             return _chunks(part.size, batch, context.layout.padded, context.facts.hidden, positions)
-        assert part.tensor is not None
-        if part.kind == "blocks" and context.facts.blocks is None and not bool((part.tensor >= 0).any()):
-            return ()
-        if part.kind == "blocks" and context.facts.blocks is not None:
-            mine = context.layout.shard(context.facts.blocks, 1)
-            if torch.equal(mine, part.tensor.to("cpu", torch.int64).expand(batch, -1)):
-                return (Term(ids=context.facts.blocks),)
+        if part.kind == "blocks":
+            return _blocks(context, part, batch)
         raise errors.ShardedMask(part.kind)
 
     terms = both(terms_of(seen, alike), (Term(ids=context.facts.documents),))
     mask = Mask.of_terms(terms, batch, context.layout.padded, context.facts.hidden)
     return MaskSpec(_plan(context.ring.name, context.layout, mask), context.layout, mask, seen, context.config, context)
+
+
+def _blocks(context: batch_context.BatchContext, part: SameGroup, batch: int) -> Terms:
+    """Terms of the batch's blocks, of which a model must have this rank's.
+
+    Raises:
+        ShardedMask: it has others.
+    """
+    assert part.tensor is not None
+    known = context.facts.blocks
+    if known is None and not bool((part.tensor >= 0).any()):
+        return ()
+    if known is None or not torch.equal(
+        context.layout.shard(known, 1), part.tensor.to("cpu", torch.int64).expand(batch, -1)
+    ):
+        raise errors.ShardedMask(part.kind)
+    return (Term(ids=known),)
 
 
 def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions: Tensor | None) -> Terms:

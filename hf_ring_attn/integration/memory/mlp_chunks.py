@@ -188,10 +188,10 @@ class _ChunkedForward(OwnForward):
             return self._whole(run_in_chunks(call, rows, list(call.trained), most), x)
         before = list(map(version_of, self.module.buffers()))
         self._try(call, rows.detach())
-        self.tried = True
         found = run_in_chunks(call, rows, list(call.trained), most)
         if before != list(map(version_of, self.module.buffers())):
             raise errors.NotByToken(self.name, "changes its buffers in each call")
+        self.tried = True
         return self._whole(found, x)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,8 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from hf_ring_attn import errors
+import hf_ring_attn
+from hf_ring_attn import RingConfig, errors
 from hf_ring_attn.integration.attention.function import ring_attention_forward
 from hf_ring_attn.integration.attention.masks import CHUNKS_BY_POSITION, needed_parameters, ring_mask
 from hf_ring_attn.integration.context.batch_context import MaskSpec
@@ -127,6 +128,19 @@ def test_a_mask_as_data_is_the_mask(maker: Maker, given: dict[str, Any]) -> None
 def test_a_block_that_crosses_documents_is_refused() -> None:
     with pytest.raises(errors.CrossedDocuments, match="crosses a border of documents"):
         made(create_causal_mask, "ring_fp32", block_sequence_ids=BLOCKS, position_ids=PACKED)
+
+
+@pytest.mark.parametrize("blocks", [None, BLOCKS], ids=["without", "with"])
+def test_other_blocks_in_a_later_call_of_a_batch_are_refused(blocks: Tensor | None) -> None:
+    """The mask of the first call was used again, since kinds of masks are compared without their tensors."""
+    given = {"input_ids": torch.ones(2, LENGTH, dtype=torch.int64), "block_sequence_ids": blocks}
+    batch = hf_ring_attn.shard(given, config=RingConfig(self_check=False))
+    same = torch.full_like(BLOCKS, -1) if blocks is None else blocks
+    mask = batch.inputs["attention_mask"]
+    with batch, pytest.raises(errors.ShardedMask):
+        for again in (same, same.clone(), TWO_SPANS):
+            made(create_causal_mask, "ring_fp32", attention_mask=mask, block_sequence_ids=again)
+            assert again is not TWO_SPANS
 
 
 def test_places_are_copied_to_a_device_once() -> None:
