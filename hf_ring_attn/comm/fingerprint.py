@@ -6,7 +6,6 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -49,15 +48,15 @@ def number_of(value: object) -> int | Tensor:
     Equal only for equal values, but for chance: floats by their bits, mappings, sequences and options by their items.
     Objects that are no values, such as functions, give 0.
     """
-    if value is None or isinstance(value, (str, torch.dtype)):
+    if type(value).__module__ == "numpy":  # its numbers and arrays
+        value = _of_numpy(value)
+    if value is None or isinstance(value, (str, bytes, complex, torch.dtype)):
         return _hash(repr(value))
     if isinstance(value, Tensor):
         return _fingerprints([value])[0]
-    if isinstance(value, Integral):  # numpy's, too
-        value = int(value)
-        return value if -(2**63) <= value < 2**63 else _hash(repr(value))
-    if isinstance(value, Real):
-        value = float(value)
+    if isinstance(value, int):
+        return int(value) if -(2**63) <= value < 2**63 else _hash(repr(value))
+    if isinstance(value, float):
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
     if isinstance(value, RingConfig):
         return _number_of_options(value)
@@ -66,6 +65,12 @@ def number_of(value: object) -> int | Tensor:
     numbers = [number_of(part) for pair in _parts(value) for part in pair]
     on = next((number.device for number in numbers if isinstance(number, Tensor)), None)
     return _hash(repr(numbers)) if on is None else _fingerprints([row_of(numbers, on)])[0]
+
+
+def _of_numpy(value: Any) -> object:
+    """A number of numpy's as Python's, an array as a tensor; one of other things as nested lists."""
+    is_array = hasattr(value, "dtype") and value.ndim > 0 and value.dtype.kind in "biufc"
+    return torch.as_tensor(value.copy()) if is_array else value.tolist() if hasattr(value, "tolist") else value
 
 
 @lru_cache(maxsize=64)
@@ -157,6 +162,7 @@ def _fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     first = 0
     one = len(tensors) == 1
     for values in _pieces(tensors[0].detach()) if one else [torch.stack([x.detach() for x in tensors])]:
+        values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         count = values.numel() // len(tensors)
         values = values.reshape(len(tensors), count)
         values = values.double().view(torch.int64) if values.dtype.is_floating_point else values.long()

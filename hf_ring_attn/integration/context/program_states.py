@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType
@@ -43,8 +43,9 @@ def preserved_objects(objects: Iterable[Any], modules: Iterable[nn.Module]) -> I
     try:
         yield
     finally:
-        for undo in found.undos:
-            undo()
+        with ExitStack() as all_of_them:  # if one fails, the others run
+            for undo in reversed(found.undos):
+                all_of_them.callback(undo)
 
 
 class _Found:
@@ -119,7 +120,7 @@ class _Found:
         def undo() -> None:
             if x._version != version:
                 with torch.no_grad():
-                    x.copy_(value)
+                    (x if x.shape == value.shape else x.resize_(value.shape)).copy_(value)
 
         self.undos.append(undo)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 from torch import nn
 
 from hf_ring_attn.integration.context.program_states import is_of_program, preserved_objects
@@ -58,3 +60,36 @@ def test_what_a_program_s_module_holds_is_restored_though_fully_shard_made_a_sub
         with preserved_objects([module], [module]):
             module.counter.calls += 1
         assert module.counter.calls == 0, name
+
+
+class Growing:
+    """An object of the program with a tensor that it makes longer, and a list after it."""
+
+    def __init__(self, at: list[int]) -> None:
+        self.seen, self.at = torch.zeros(2), at
+
+    def grow(self) -> None:
+        self.seen.resize_(4).fill_(1.0)
+        self.at.append(1)
+
+    def replace(self) -> None:
+        """Takes memory of numpy, which cannot grow."""
+        self.seen.set_(torch.from_numpy(numpy.zeros(1)).untyped_storage())
+        self.at.append(1)
+
+
+def test_a_tensor_that_grew_is_restored_and_what_comes_after_it() -> None:
+    """It had another shape than its values before, which ended all restoring."""
+    growing = Growing([0])
+    with preserved_objects([growing], []):
+        growing.grow()
+    assert growing.at == [0]
+    assert torch.equal(growing.seen, torch.zeros(2))
+
+
+def test_what_cannot_be_restored_does_not_keep_others_from_it() -> None:
+    growing = Growing([0])
+    growing.seen = growing.seen.double()
+    with pytest.raises(RuntimeError, match="resize"), preserved_objects([growing], []):
+        growing.replace()
+    assert growing.at == [0]
