@@ -248,7 +248,7 @@ def _documents(ids: Tensor | None, batch: int, layout: Layout) -> Tensor | None:
     if ids is None:
         if layout.padded == layout.length:
             return None
-        ids = torch.zeros(layout.length, dtype=torch.int64)
+        ids = torch.zeros(layout.length, dtype=torch.int64, device="cpu")
     if ids.shape not in ((layout.length,), (batch, layout.length)):
         raise BadShape("documents", tuple(ids.shape), f"it must be [{batch}, {layout.length}], the whole row")
     return layout.pad(ids.expand(batch, -1), 1, -1)

@@ -116,7 +116,7 @@ def first_difference(name: str, value: object, gather: Callable[[object], list[A
             middle = (first + stop) // 2
             prints = gather(fingerprint(flat[first:middle]))
             first, stop = (first, middle) if len(set(prints)) > 1 else (middle, stop)
-        places = torch.unravel_index(torch.tensor(first), value.shape)
+        places = torch.unravel_index(torch.tensor(first, device="cpu"), value.shape)
         at = f"[{', '.join(str(int(place)) for place in places)}]" if value.dim() else ""
         return name + at, gather(flat[first].item())
     parts = _parts(value)

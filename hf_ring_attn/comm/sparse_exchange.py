@@ -63,10 +63,10 @@ class Exchange:
 
 
 def _counts(table: Tensor, ring_size: int) -> list[int]:
-    counts = torch.zeros(ring_size, dtype=torch.int64).index_add_(0, table[:, 0], table[:, 2])
+    counts = torch.zeros(ring_size, dtype=torch.int64, device="cpu").index_add_(0, table[:, 0], table[:, 2])
     return [int(count) for count in counts]
 
 
 def _places(table: Tensor) -> Tensor:
-    runs = [torch.arange(start, start + length) for start, length in table[:, 1:3].tolist()]
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+    runs = [torch.arange(start, start + length, device="cpu") for start, length in table[:, 1:3].tolist()]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device="cpu")

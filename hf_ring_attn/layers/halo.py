@@ -130,7 +130,9 @@ def _exchange(layout: Layout, reach: int) -> Exchange:
         for rank in range(layout.world_size)
         for _, first, stop in _moves(layout, reach, rank, layout.rank)
     ]
-    leaving, coming = (torch.tensor(table, dtype=torch.int64).reshape(-1, 3) for table in (sends, receives))
+    leaving, coming = (
+        torch.tensor(table, dtype=torch.int64, device="cpu").reshape(-1, 3) for table in (sends, receives)
+    )
     return Exchange.of(leaving, coming, layout.world_size)
 
 

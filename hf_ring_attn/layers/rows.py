@@ -79,7 +79,9 @@ def _kept(x: Tensor, layout: Layout, mask: Tensor | None) -> Tensor:
     counted = _counted(x, layout, mask)
     if counted is None:
         return x
-    return torch.where(counted.view(*counted.shape, *[1] * (x.dim() - 2)), x, torch.zeros((), dtype=x.dtype).to(x))
+    return torch.where(
+        counted.view(*counted.shape, *[1] * (x.dim() - 2)), x, torch.zeros((), dtype=x.dtype, device="cpu").to(x)
+    )
 
 
 def _counted(x: Tensor, layout: Layout, mask: Tensor | None) -> Tensor | None:

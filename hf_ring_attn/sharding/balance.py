@@ -56,8 +56,8 @@ def balanced(documents: Tensor, layout: Layout, pad: bool = True) -> Layout:
 def _work_before(documents: Tensor) -> Tensor:
     """[S + 1]: keys seen by all queries before each token, summed over rows, under a causal mask."""
     rows, length = documents.shape
-    places = torch.arange(length)
-    begins = torch.ones(rows, length, dtype=torch.bool)
+    places = torch.arange(length, device="cpu")
+    begins = torch.ones(rows, length, dtype=torch.bool, device="cpu")
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     seen = places + 1 - (places * begins).cummax(1).values
     return torch.nn.functional.pad(seen.masked_fill_(documents < 0, 0).sum(0).cumsum(0), (1, 0))
@@ -65,7 +65,7 @@ def _work_before(documents: Tensor) -> Tensor:
 
 def _by_chunk(work_before: Tensor, layout: Layout) -> list[int]:
     """The work of each chunk of the row."""
-    bounds = torch.arange(layout.chunks * layout.world_size + 1) * layout.chunk
+    bounds = torch.arange(layout.chunks * layout.world_size + 1, device="cpu") * layout.chunk
     by_chunk: list[int] = work_before[bounds.clamp_(max=layout.length)].diff().tolist()
     return by_chunk
 

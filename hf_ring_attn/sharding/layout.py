@@ -101,7 +101,9 @@ class Layout:
 
     def positions(self, rank: int | None = None) -> Tensor:
         """[T] int64: the place in the padded row of each token that ``rank`` (default: this one) holds."""
-        return torch.cat([torch.arange(run.position, run.position + run.length) for run in self.runs(rank)])
+        return torch.cat(
+            [torch.arange(run.position, run.position + run.length, device="cpu") for run in self.runs(rank)]
+        )
 
     def pad(self, row: Tensor, dim: int, value: float | int | bool | None = 0) -> Tensor:
         """``row`` with ``value`` appended along ``dim`` up to the padded length; None: its last token again."""

@@ -212,7 +212,7 @@ def _rows(ids: Tensor | None, batch: int, length: int, hidden: Tensor | None) ->
         whole = (Segment(0, length, 0),) if length else ()
         return ((whole, whole),) * batch
     if ids is None:
-        ids = torch.zeros(batch, length, dtype=torch.int64)
+        ids = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
     queries = [_segments(row) for row in ids]
     if hidden is None:
         return tuple((row, row) for row in queries)
@@ -253,7 +253,7 @@ def tiles(mask: Mask, queries: Sequence[Run], keys: Sequence[Run], key_block: in
             ]
             known[segments] = list(parts[0]) if len(parts) == 1 else sorted(tile for part in parts for tile in part)
         table.extend((row, *rest) for rest in known[segments])
-    return torch.tensor(table, dtype=torch.int64).reshape(-1, len(Tile._fields))
+    return torch.tensor(table, dtype=torch.int64, device="cpu").reshape(-1, len(Tile._fields))
 
 
 def segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:
@@ -272,7 +272,7 @@ def segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:
         for document, part in _parts(of_queries, runs):
             seen = [part] if not keys else [cut for same, cut in _parts(of_keys, [part]) if same == document]
             table.extend((row, run.offset, run.length) for run in seen or [Run(part.offset, part.position, 0)])
-    return torch.tensor(table, dtype=torch.int64).reshape(-1, 3)
+    return torch.tensor(table, dtype=torch.int64, device="cpu").reshape(-1, 3)
 
 
 def _row_tiles(

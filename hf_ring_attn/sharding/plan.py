@@ -63,7 +63,7 @@ class Plan:
         most, sections = (0, _dense(layout, mask)) if few is None else few
         lengths = [len(section) for section in sections]
         lengths += [0] * (4 + 2 * ring.size - len(sections) if ring.size > 1 else 0)
-        stops = torch.tensor([*itertools.accumulate(lengths), most])
+        stops = torch.tensor([*itertools.accumulate(lengths), most], device="cpu")
         return cls(ring.name, torch.cat(sections), stops, mask.holes)
 
     @classmethod
@@ -154,7 +154,7 @@ def _dense(layout: Layout, mask: Mask) -> list[Tensor]:
         # Accumulators that are sent on have one size, which depends on the number of segments.
         most = max(len(table) for table in of_ranks)
         sections += [torch.nn.functional.pad(table, (0, 0, 0, most - len(table))) for table in of_ranks]
-        sections.append(_columns(torch.tensor(layout.owners, dtype=torch.int64).reshape(-1, 1)))
+        sections.append(_columns(torch.tensor(layout.owners, dtype=torch.int64, device="cpu").reshape(-1, 1)))
     return sections
 
 
@@ -175,7 +175,7 @@ def _sparse(layout: Layout, mask: Mask, share: float) -> tuple[int, list[Tensor]
     return max(1, *(sum(run.length for run in runs) for runs in seen)), [
         tiles(mask, queries, keys, KEY_BLOCK), _local_segments(mask, layout, layout.rank, keys=False),
         _segments(mask, keys, keys=True),
-        *(_columns(torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)) for rows in (sends, receives)),
+        *(_columns(torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 3)) for rows in (sends, receives)),
     ]  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def _segments(mask: Mask, runs: Sequence[Run], keys: bool) -> Tensor:
     if not mask.one_document:
         return _columns(segments(mask, runs, keys))
     # All rows share these segments. A row's end needs no cut, since the padding after it is masked.
-    table = torch.tensor([[0, run.offset, run.length, 1] for run in runs], dtype=torch.int64)
+    table = torch.tensor([[0, run.offset, run.length, 1] for run in runs], dtype=torch.int64, device="cpu")
     return _columns(table.reshape(-1, 4))
 
 

@@ -47,7 +47,7 @@ def bounds(tiles: Tensor, batch: int, tokens: int) -> Tensor:
     most = int(layer.max()) if len(layer) else 0
     layers = 1 << most.bit_length()
 
-    table = torch.zeros(layers, 2, batch * tokens, dtype=torch.int32)
+    table = torch.zeros(layers, 2, batch * tokens, dtype=torch.int32, device="cpu")
     table[layer, 0, token] = first.int()
     table[layer, 1, token] = stop.int()
     return table.view(layers, 2, batch, tokens)
@@ -82,12 +82,12 @@ def columns(tiles: Tensor) -> tuple[Tensor, ...]:
 def expand(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
     """Enumerates the pairs (i, x) with start[i] <= x < stop[i]."""
     count = stop - start
-    owner = torch.repeat_interleave(torch.arange(len(start)), count)
+    owner = torch.repeat_interleave(torch.arange(len(start), device="cpu"), count)
     before = count.cumsum(0) - count
-    return owner, torch.arange(len(owner)) - before[owner] + start[owner]
+    return owner, torch.arange(len(owner), device="cpu") - before[owner] + start[owner]
 
 
 def _rank_in_group(opens: Tensor) -> Tensor:
     """Counts 0, 1, 2, ... from each True."""
-    index = torch.arange(len(opens))
+    index = torch.arange(len(opens), device="cpu")
     return index - torch.where(opens, index, 0).cummax(0).values if len(opens) else index

@@ -109,6 +109,31 @@ def test_a_window_may_be_of_numpys_numbers(kind: type[Any]) -> None:
     assert torch.equal(got, out_of(**x, window=sides, causal=False))
 
 
+def under_a_default_device(length: int) -> float:
+    """The largest distance of results if tables are made while torch makes tensors elsewhere, from those without."""
+    ids, mine = torch.arange(length) // 5, held(length, dist.get_rank(), dist.get_world_size())
+    q, apart = torch.randn(1, length, 2, 4, dtype=torch.float64)[:, mine], 0.0
+    for options in ({}, {"documents": ids}, {"window": (2, 0)}):
+        found = []
+        for device in ("meta", None):
+            plan._cached.cache_clear()
+            torch.set_default_device(device)
+            try:
+                x = q.clone().requires_grad_()
+                out = out_of(x, x, x, length=length, **options)
+                found.append((out, *torch.autograd.grad(out.square().sum(), x)))
+            finally:
+                torch.set_default_device(None)
+        apart = max(apart, *(float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True)))
+    return apart
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_default_device_is_not_that_of_tables(ranks: Ranks, size: int) -> None:
+    """torch.set_default_device("cuda") ended the first attention: tables are made and read on the host."""
+    assert ranks(size).run(under_a_default_device, 24) == [0.0] * size
+
+
 def in_pairs(cases: list[Case]) -> dict[str, Tensor]:
     """Ranks 0 and 2 share one sequence while 1 and 3 share another, as data parallel copies of a ring do."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]

@@ -189,8 +189,12 @@ def _blocks(context: batch_context.BatchContext, part: SameGroup, batch: int) ->
 def _chunks(size: int, batch: int, length: int, hidden: Tensor | None, positions: Tensor | None) -> Terms:
     """Terms of chunks of ``size`` positions: the given ones, else indices in the row after its left padding."""
     if positions is None:
-        left = torch.zeros(batch, 1, dtype=torch.int64) if hidden is None else hidden.long().cumprod(1).sum(1, True)
-        positions = torch.arange(length) - left
+        left = (
+            torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
+            if hidden is None
+            else hidden.long().cumprod(1).sum(1, True)
+        )
+        positions = torch.arange(length, device="cpu") - left
     ids = positions.div(size, rounding_mode="floor").expand(batch, -1)
     return (Term(ids=ids - ids.min()),)  # ids of padding are negative
 
@@ -226,7 +230,7 @@ def _spec_of_whole_rows(
 
     terms = terms_of(seen, alike)
     if layout.padded > length:
-        terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64), 1, -1)),))
+        terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64, device="cpu"), 1, -1)),))
     mask = Mask.of_terms(terms, batch, layout.padded, hidden)
     if context is None:
         options = model_record.ring_config(config)
@@ -252,7 +256,7 @@ def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
                 given = signature.bind(*args, **kwargs).arguments
                 _refuse_share(given, given[cache])
             return original(*args, **kwargs)
-        stand_in = torch.empty(0, 0, 0, 0)
+        stand_in = torch.empty(0, 0, 0, 0, device="cpu")
         args = tuple(stand_in if x is spec else x for x in args)
         kwargs = {name: stand_in if x is spec else x for name, x in kwargs.items()}
         return tuple(spec if x is stand_in else x for x in original(*args, **kwargs))

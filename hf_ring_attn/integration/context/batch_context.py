@@ -258,7 +258,7 @@ class BatchContext:
 
     def __post_init__(self) -> None:
         # A tensor without memory: a compiler makes a new graph for each number, but lets sizes vary.
-        self._of_local_shape = torch.empty(()).expand(self.facts.rows, self.layout.local_length)
+        self._of_local_shape = torch.empty((), device="cpu").expand(self.facts.rows, self.layout.local_length)
 
     @property
     def local_shape(self) -> torch.Size:

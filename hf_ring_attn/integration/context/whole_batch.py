@@ -151,7 +151,7 @@ def read_batch(
         )
     if late or head or featured:
         text = text_positions(inputs.get("position_ids"))
-        counted = torch.arange(length)[None] if text is None else text
+        counted = torch.arange(length, device="cpu")[None] if text is None else text
         _check_hints(batch, lambda: mask_facts(layout, rows, counted, attention_mask), rows, length)
         # Its documents are not known yet, so it stays in the zigzag layout.
         names = set() if head else {"labels", "shift_labels"} & inputs.keys()
@@ -263,7 +263,7 @@ def mask_facts(layout: Layout, rows: int, position_ids: Tensor | None, attention
     if attention_mask is not None and not bool(attention_mask.all()):
         hidden = layout.pad(attention_mask.to("cpu", torch.bool).logical_not(), 1, False)
     if documents is None and layout.padded != layout.length:
-        documents = torch.zeros(rows, layout.length, dtype=torch.int64)
+        documents = torch.zeros(rows, layout.length, dtype=torch.int64, device="cpu")
     documents = None if documents is None else layout.pad(documents, 1, -1)
     return MaskFacts(documents=documents, hidden=hidden, positions=positions)
 
@@ -303,7 +303,7 @@ def _check_hints(batch: Mapping[str, Any], read: Callable[[], MaskFacts], rows: 
     if not given:
         return
     documents = read().documents
-    known = _starts(torch.zeros(rows, length) if documents is None else documents[:, :length])
+    known = _starts(torch.zeros(rows, length, device="cpu") if documents is None else documents[:, :length])
     for name, starts in given.items():
         if odd := starts ^ known:
             row, token = divmod(min(odd), length)

@@ -108,11 +108,16 @@ def _index(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=64)  # 16 bytes a token of packed rows, on the GPU
 def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
     """As `_index`: two views of one tensor, and the event of their copy."""
-    tokens, places = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+    tokens, places = (
+        [torch.empty(0, dtype=torch.int64, device="cpu")],
+        [torch.empty(0, dtype=torch.int64, device="cpu")],
+    )
     for segment in blocks.segments:
         start = segment.row * blocks.tokens + segment.start
-        tokens.append(torch.arange(start, start + segment.length))
-        places.append(torch.arange(segment.block * blocks.side, segment.block * blocks.side + segment.length))
+        tokens.append(torch.arange(start, start + segment.length, device="cpu"))
+        places.append(
+            torch.arange(segment.block * blocks.side, segment.block * blocks.side + segment.length, device="cpu")
+        )
     both = torch.stack([torch.cat(tokens), torch.cat(places)])
     if device.type != "cuda":
         return both[0], both[1], None

@@ -81,6 +81,6 @@ def moved(bits: Tensor, runs: list[Keys], keys: int) -> Tensor:
 
 def _inside(run: Keys, first: int, last: int, device: torch.device) -> Tensor:
     """[n] int32: words whose bits are 1 for the keys of a run."""
-    at = torch.arange(first * WORD, (last + 1) * WORD, dtype=torch.int64)
+    at = torch.arange(first * WORD, (last + 1) * WORD, dtype=torch.int64, device="cpu")
     inside = ((at >= run.offset) & (at < run.offset + run.length)).view(-1, WORD).long()
-    return (inside << torch.arange(WORD)).sum(1).to(torch.uint32).view(torch.int32).to(device)
+    return (inside << torch.arange(WORD, device="cpu")).sum(1).to(torch.uint32).view(torch.int32).to(device)

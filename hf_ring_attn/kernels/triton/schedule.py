@@ -70,9 +70,9 @@ def schedule(
 
     count = batch * per_row
     entries = torch.bincount(runs[0], minlength=count)
-    work = torch.zeros(count, dtype=torch.int64).index_add_(0, runs[0], runs[3] - runs[1])
+    work = torch.zeros(count, dtype=torch.int64, device="cpu").index_add_(0, runs[0], runs[3] - runs[1])
     past = entries.cumsum(0)
-    owners = torch.arange(count)
+    owners = torch.arange(count, device="cpu")
     programs = torch.stack([owners // per_row, owners % per_row, past - entries, past], 1)
     chosen = owners if idle else torch.nonzero(work).flatten()
     key = work[chosen] - (programs[chosen, 0] * FAR if by_row else 0)
@@ -101,7 +101,7 @@ def _pair(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Pairs each masked range with the unmasked one that follows it: (owner, first, middle, last)."""
     owner, start, stop = (torch.cat(columns) for columns in zip(masked, unmasked, strict=True))
-    is_full = torch.arange(len(owner)) >= len(masked[0])
+    is_full = torch.arange(len(owner), device="cpu") >= len(masked[0])
     order = torch.argsort(owner * FAR + start)
     owner, start, stop, is_full = owner[order], start[order], stop[order], is_full[order]
     follows = torch.zeros_like(is_full)
