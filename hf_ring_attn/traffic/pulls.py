@@ -72,13 +72,14 @@ def _allocated_by_all(ring: Ring, size: int, device: torch.device) -> Tensor:
     """`_allocated` on every rank, or an error on every rank: torch would wait for the one that has no memory.
 
     Raises:
-        NoMemoryForBuffers: this rank's GPU has no such memory.
+        NoMemoryForBuffers, or what the driver says: this rank's GPU has no such memory.
         RefusedElsewhere: another rank's has none.
     """
-    mine, failure = None, None
+    mine: Tensor | None = None
+    failure: Exception | None = None
     try:
         mine = _allocated(size, device)
-    except NoMemoryForBuffers as error:
+    except Exception as error:  # noqa: BLE001  raised below; else the others would wait
         failure = error
     ring.agree({}, ring.small_device(device), failure=failure, doing="allocated its buffers")
     assert mine is not None

@@ -55,14 +55,14 @@ def test_a_buffer_without_memory_says_what_it_needs() -> None:
             pulls._allocated(4, CPU)
 
 
-def no_memory_on_rank_1() -> list[str]:
-    """The errors of a first buffer, of one that grows, and what the set-up says."""
+def no_memory_on_rank_1(words: str = "") -> list[str]:
+    """The errors of a first buffer, of one that grows, and what the set-up says. ``words``: of an error of torch's."""
     ring = Ring.of(None)
     k = torch.randn(1, 4, 1, 2)
 
     def allocated(size: int, _device: torch.device) -> Tensor:
         if ring.rank == 1:
-            raise NoMemoryForBuffers(size, 0, 2**30)
+            raise RuntimeError(words) if words else NoMemoryForBuffers(size, 0, 2**30)
         return torch.zeros(size, dtype=torch.uint8)
 
     never = AssertionError("torch would wait for the other rank")
@@ -75,8 +75,8 @@ def no_memory_on_rank_1() -> list[str]:
                 for begin in (lambda: transport.ring_pass(k, k, [slice(0, 1)], mock.MagicMock()), transport.try_out):
                     try:
                         begin()
-                    except (NoMemoryForBuffers, RefusedElsewhere) as error:
-                        errors.append(f"{type(error).__name__}: {error}")
+                    except (RuntimeError, RefusedElsewhere) as raised:
+                        errors.append(f"{type(raised).__name__}: {raised}")
                 assert not transport.guard.inside, "a shorter row would be refused"
                 with mock.patch.object(pulls, "Pulls", return_value=transport):
                     errors.append(str(traffic._pulls(ring, torch.device("cuda"))))
@@ -90,6 +90,14 @@ def test_a_rank_without_memory_for_buffers_ends_the_others_with_its_words(ranks:
     for text in other[:2]:
         assert text.startswith("RefusedElsewhere: ") and "rank 1: NoMemoryForBuffers: CUDA out of memory." in text
     assert ["cannot be read by the others" in text for text in (mine[2], other[2])] == [True, True]
+
+
+def test_any_error_of_an_allocation_ends_the_others(ranks: Ranks) -> None:
+    """Only NoMemoryForBuffers reached the other ranks; for another error of the driver they waited."""
+    other, mine = ranks(2).run(no_memory_on_rank_1, "CUDA driver error: by hand")
+    assert mine[:2] == ["RuntimeError: CUDA driver error: by hand"] * 2
+    for text in other[:2]:
+        assert text.startswith("RefusedElsewhere: ") and "rank 1: RuntimeError: CUDA driver error: by hand" in text
 
 
 def test_ranks_that_made_different_numbers_of_buffers_do_not_wait_for_each_other() -> None:
