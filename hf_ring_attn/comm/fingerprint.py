@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -68,9 +69,11 @@ def number_of(value: object) -> int | Tensor:
 
 
 def _of_numpy(value: Any) -> object:
-    """A number of numpy's as Python's, an array as a tensor; one of other things as nested lists."""
-    is_array = hasattr(value, "dtype") and value.ndim > 0 and value.dtype.kind in "biufc"
-    return torch.as_tensor(value.copy()) if is_array else value.tolist() if hasattr(value, "tolist") else value
+    """A number of numpy's as Python's, an array as a tensor; one of a dtype that torch lacks as nested lists."""
+    if getattr(value, "ndim", 0):
+        with suppress(TypeError, ValueError):
+            return torch.as_tensor(value.copy())
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @lru_cache(maxsize=64)
