@@ -19,9 +19,7 @@ from ..patching.modules import programs_own
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
 TOKENS = ("input_ids", "inputs_embeds")
-_FABRIC = "_FabricModule"
-_INNER = {"DistributedDataParallel": "module", _FABRIC: "_forward_module"}
-"""Attributes with the model inside, by the names of wrappers' classes; torch.compile's has an _orig_mod."""
+_DDP, _FABRIC = "DistributedDataParallel", "_FabricModule"
 _OF_WRAPPERS = ("torch.distributed.", "lightning.fabric.", "lightning_fabric.")
 CACHES = ("cache", "past_key_values")
 """The argument that holds a model's cache: its name since transformers 5.24, and before."""
@@ -56,7 +54,13 @@ def uses_ring(model: nn.Module) -> bool:
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:
     """``model``, and the models inside it, through wrappers of DDP, Fabric and torch.compile; the last is none."""
-    inner = model._modules.get(_INNER.get(type(model).__name__, "_orig_mod"))
+    if is_ddp(model):
+        # A program's own kind of DDP may compute something else in its forward.
+        place = type(model).forward.__module__.partition(".")[0]
+        name = "module" if place in ("torch", __name__.partition(".")[0]) else ""
+    else:
+        name = "_forward_module" if type(model).__name__ == _FABRIC else "_orig_mod"
+    inner = model._modules.get(name)
     return [model] if inner is None else [model, *unwrapped(inner)]
 
 
@@ -80,8 +84,9 @@ def may_train(model: nn.Module) -> bool:
 
 
 def is_ddp(module: nn.Module) -> bool:
-    """Returns True for a wrapper of DDP; by name, so as not to import torch.distributed."""
-    return type(module).__name__ == "DistributedDataParallel"
+    """Returns True for a wrapper of DDP, or of a program's own kind of it; by name, so as not to import
+    torch.distributed."""
+    return any(kind.__name__ == _DDP for kind in type(module).__mro__)
 
 
 def inside(model: nn.Module) -> nn.Module:

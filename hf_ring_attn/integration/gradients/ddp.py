@@ -20,8 +20,9 @@ from torch.optim.optimizer import Optimizer
 
 from ... import errors
 from ...comm.ring import Ring
+from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import inside, is_ddp, name_of, unwrapped
+from ..context.introspect import is_ddp, modules_of, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..patching import optimizer_steps
 from ..patching.modules import attach
@@ -50,6 +51,11 @@ class Wrapped:
             return
         self.is_local = not wrapper.require_backward_grad_sync
         self.awaits |= not self.is_local
+        context = batch_context.current()
+        if not self.is_local:
+            _LOCAL.pop(wrapper, None)
+        elif context is not None and context.ring.size > 1:
+            _LOCAL[wrapper] = context.ring, _NO_SYNC
         # It would expect gradients that do not come, and take later ones for them.
         if self.has_late and not self.is_local and not any(x.requires_grad for x in self.reduced()):
             wrapper.require_backward_grad_sync, self._paused = False, True
@@ -146,33 +152,50 @@ _LOCAL: weakref.WeakKeyDictionary[Any, tuple[Ring, str]] = weakref.WeakKeyDictio
 its weights' optimizer steps."""
 
 
+def wrappers_of(model: nn.Module) -> list[Any]:
+    """The wrappers of DDP around a model; else those in it, which a program's own module may hold."""
+    around = list(filter(is_ddp, unwrapped(model)))
+    if around or _DDP not in latest_record(model).classes:
+        return around
+    return list(filter(is_ddp, latest_record(model).modules()))
+
+
+def wrapper_of(part: nn.Module, model: nn.Module) -> Any:
+    """The wrapper of DDP around a part of a model, which may be the model itself; None if there is none."""
+    first, *others = wrappers_of(model) or [None]
+    if not others and (first is None or first in unwrapped(model)):
+        return first
+    return next((one for one in (first, *others) if any(module is part for module in modules_of(one))), None)
+
+
+_DDP = "DistributedDataParallel"
+
+
 def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes the weights that a model under DDP trains in a batch: DDP averages those that trained when it wrapped it.
 
     DDP says how many weights it averages, not which: those that trained until now, and no others, if they are as many.
     """
-    wrapper: Any = next(filter(is_ddp, unwrapped(model)), None)
-    if wrapper is None or context.ring.size == 1 or not torch.is_grad_enabled():
+    if context.ring.size == 1 or not torch.is_grad_enabled():
         return
-    if wrapper.require_backward_grad_sync:
-        _LOCAL.pop(wrapper, None)
-    else:
-        _LOCAL[wrapper] = context.ring, _NO_SYNC
-    is_new = wrapper not in _WRAPPED
-    wrapped = _WRAPPED.setdefault(wrapper, Wrapped(wrapper))
-    if is_new:
-        attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
-    averages = Averages(inside(model).parameters, wrapped.end, context.ring, wrapped.passes)
-    context.state(BackwardEnd).parts[id(wrapper)] = averages
     visit = context.state(Visits).get(latest_record(model))
-    if visit is not None:
-        trained = frozenset(map(id, visit.trained))
-        seen = _SEEN[wrapper] = _SEEN.get(wrapper, frozenset()) | trained
-        wrapped.trained[trained] = visit.trained
-        wrapped.has_late = len(seen) > wrapper._get_ddp_logging_data()["num_parameter_tensors"]
-    if is_new and context.log.ran:  # it is running, past its hooks
-        wrapped.before_forward()
-    optimizer_steps.call_before_each_step(_refuse_unaveraged)
+    for wrapper in wrappers_of(model):
+        wrapped = _WRAPPED.get(wrapper)
+        if wrapped is None:
+            wrapped = _WRAPPED[wrapper] = Wrapped(wrapper)
+            attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
+            if context.log.ran and any(one is wrapper for one in unwrapped(model)):  # it is running, past its hooks
+                wrapped.before_forward()
+        averages = Averages(wrapper.module.parameters, wrapped.end, context.ring, wrapped.passes)
+        context.state(BackwardEnd).parts[id(wrapper)] = averages
+        if visit is not None:
+            own = set(map(id, wrapper.module.parameters()))
+            weights = [x for x in visit.trained if id(x) in own]
+            trained = frozenset(map(id, weights))
+            seen = _SEEN[wrapper] = _SEEN.get(wrapper, frozenset()) | trained
+            wrapped.trained[trained] = weights
+            wrapped.has_late = len(seen) > wrapper._get_ddp_logging_data()["num_parameter_tensors"]
+        optimizer_steps.call_before_each_step(_refuse_unaveraged)
 
 
 def note_call(wrapper: Any, ring: Ring) -> None:

@@ -48,7 +48,6 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
     # A compiler would trace hooks of a part of what it compiles, and compile anew for those of each batch.
     compiled_whole = introspect.compiled_part(model)
     whole = model if compiled_whole is None and as_one else compiled_whole
-    wrapper = next(filter(introspect.is_ddp, introspect.unwrapped(model)), None) if whole is None else None
     owners = introspect.loss_models_of(model)  # several in a module of a program's own
     with lazy_heads(model, running), ExitStack() as handles:
         for called in owners if whole is None else [whole] * bool(owners):
@@ -59,6 +58,7 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
             if compiled:
                 handles.enter_context(_around_compiled(called))
             else:
+                wrapper = ddp.wrapper_of(called, model) if whole is None else None
                 _hook(called, wrapper, traced, is_called, handles)
         context = batch_context.current()
         # In the self-check's whole row labels that the forward changes count, as in one process; where a compiler
