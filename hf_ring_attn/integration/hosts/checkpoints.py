@@ -74,8 +74,11 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(
         self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        if resume_from_checkpoint and trainer_facts.has_ring(self):
-            resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, self.args.output_dir, self.is_fsdp_enabled)
+        if trainer_facts.has_ring(self):
+            trainer_facts.refuse_trainer(self)  # a copy of a trainer begins without functions for its own methods
+            if resume_from_checkpoint:
+                folder = self.args.output_dir
+                resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, folder, self.is_fsdp_enabled)
         return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     return train

@@ -260,6 +260,7 @@ WHOLE_ROWS = (
 TRAINER = "transformers.trainer:Trainer"
 PATCHES = [
     trainer_overrides.patch_prepare(TRAINER, shards_batches, _prepare_inputs),
+    Patch(f"{TRAINER}.__reduce_ex__", "(self, protocol)", program_methods.without_stand_ins),
     Patch(f"{TRAINER}._track_num_input_tokens", "(self, inputs)", _count_once),
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
     Patch(f"{TRAINER}._get_train_sampler", "(self, train_dataset=)", samplers.rings_balanced),
