@@ -57,6 +57,8 @@ def look_at(call: Call, result: Tensor, trains: bool) -> tuple[dict[str, Any], P
         facts["picked" if pooling == "picked" else "pooled"] = same_on_ranks(pooling, result, count, rank)
     elif count is not None:
         times = summed_by(call, count)
+        if isinstance(count, Tensor):  # a rank may have all labels of the batch
+            facts["factors"] = 1.0 / count.double()
         facts["in_sums"] = lambda gradient: (gradient.double() / count).reshape(-1)
         facts["sums"] = lambda gradient: (gradient.double() * times).reshape(-1)
     if has_tokens and result.numel() == (selected or share.rows * share.tokens):

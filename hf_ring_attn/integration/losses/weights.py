@@ -229,9 +229,10 @@ def _different(x: Tensor) -> Tensor | None:
 
 
 def _differ(x: Tensor, relative: float) -> bool:
-    """Returns True if the values of any column of [R, n] differ."""
+    """Returns True if the values of any column of [R, n] differ. The mean of a rank without labels has weight inf."""
     least, most = x.amin(0), x.amax(0)
-    return bool((most - least > relative * torch.maximum(most.abs(), least.abs())).any())
+    apart = most - least  # nan if all are infinite
+    return bool((apart.isinf() | (apart > relative * torch.maximum(most.abs(), least.abs()))).any())
 
 
 SAMPLE = 16

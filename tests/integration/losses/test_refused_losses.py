@@ -28,6 +28,8 @@ from tests.integration.losses.test_local_logits import (
     summed,
 )
 
+OF_ONE_RANK: Batch = {**BATCH, "labels": BATCH["labels"].index_fill(1, torch.arange(7, 19), -100)}
+"""All labels are the first rank's, of two."""
 MASKED: Batch = {**BATCH, "labels": BATCH["labels"].index_fill(1, torch.tensor([6, 7, 12, 13, 17, 18, 19]), -100)}
 """No label where chunks of a ring of two begin."""
 REFUSED: dict[str, tuple[Batch, Loss]] = {
@@ -158,6 +160,9 @@ REFUSED: dict[str, tuple[Batch, Loss]] = {
         + 1e-3 * logits_of(model, sharded)[sharded.inputs["shift_labels"] != -100].logsumexp(-1).square().mean()),
     "MeanOfOneRank": (
         BATCH, lambda model, sharded: cross_entropy(
+            logits_of(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
+    "MeanOfOneRank: where a rank has no label": (
+        OF_ONE_RANK, lambda model, sharded: cross_entropy(
             logits_of(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten())),
     "MeanOfOneRank: a module's": (
         BATCH, lambda model, sharded: nn.CrossEntropyLoss()(

@@ -106,3 +106,18 @@ def test_a_loss_without_logits_is_seen(ranks: Ranks) -> None:
 
 def test_tokens_that_are_divided_one_by_one_are_seen(ranks: Ranks) -> None:
     assert [len(found) for found in ranks(2).run(each_over_the_whole)] == [1, 0]
+
+
+def of_labels_that_one_rank_has() -> list[str]:
+    """A mean of all labels of the batch, which are the first rank's."""
+
+    def loss_of(model: Any, sharded: Any) -> Tensor:
+        logits, targets = logits_alone(model, sharded).flatten(0, 1), sharded.inputs["shift_labels"].flatten()
+        loss: Tensor = cross_entropy(logits, targets) if (targets >= 0).any() else logits.sum() * 0.0
+        return loss
+
+    return warned({**BATCH, "labels": BATCH["labels"].index_fill(1, torch.arange(7, 19), -100)}, loss_of)
+
+
+def test_a_mean_of_labels_that_one_rank_has_is_seen(ranks: Ranks) -> None:
+    assert [len(found) for found in ranks(2).run(of_labels_that_one_rank_has)] == [1, 0]
