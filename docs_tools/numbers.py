@@ -218,6 +218,7 @@ H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defa
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
 EXPERTS, ROWS, DPO = "2026-11-28-experts", "2026-11-28-any-loss", "2026-11-29-dpo-one-gpu"
+TWO_8K = "2026-11-29-two-gpus-8k"
 BLOCKS = "2026-11-27-ampere-blocks"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
@@ -381,6 +382,7 @@ VALUES: dict[str, Callable[[], str]] = {
     ),
     "qwen35_32k": lambda: f"{step(LINEAR, 'q35_32K')['seconds_per_step']:.1f} s and {gib(LINEAR, 'q35_32K')} GiB a GPU",
     "dpo_32k": lambda: f"{step(DPO, 'ring_dpo_32K')['seconds_per_step']:.1f} s and {gib(DPO, 'ring_dpo_32K')} GiB",
+    "dpo_8k": lambda: f"{step(TWO_8K, 'ring_dpo_8K')['seconds_per_step']:.2f} s and {gib(TWO_8K, 'ring_dpo_8K')} GiB",
     "a3b_32k": lambda: f"{step(EXPERTS, 'ring_a3b_32K')['seconds_per_step']:.2f} s",
     "a3b_32k_own": lambda: f"{step(EXPERTS, 'own_a3b_32K')['seconds_per_step']:.2f} s",
     "full_256k_auto": lambda: f"{step(FULL_1M, 'full_256K_auto')['seconds_per_step']:.1f} s",
