@@ -19,7 +19,7 @@ from ..patching.modules import programs_own
 NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
 TOKENS = ("input_ids", "inputs_embeds")
-_DDP, _FABRIC = "DistributedDataParallel", "_FabricModule"
+DDP, _FABRIC = "DistributedDataParallel", "_FabricModule"
 _OF_WRAPPERS = ("torch.distributed.", "lightning.fabric.", "lightning_fabric.")
 CACHES = ("cache", "past_key_values")
 """The argument that holds a model's cache: its name since transformers 5.24, and before."""
@@ -86,7 +86,7 @@ def may_train(model: nn.Module) -> bool:
 def is_ddp(module: nn.Module) -> bool:
     """Returns True for a wrapper of DDP, or of a program's own kind of it; by name, so as not to import
     torch.distributed."""
-    return any(kind.__name__ == _DDP for kind in type(module).__mro__)
+    return any(kind.__name__ == DDP for kind in type(module).__mro__)
 
 
 def inside(model: nn.Module) -> nn.Module:

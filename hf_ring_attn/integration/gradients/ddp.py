@@ -22,7 +22,7 @@ from ... import errors
 from ...comm.ring import Ring
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_ddp, modules_of, name_of, unwrapped
+from ..context.introspect import DDP, is_ddp, modules_of, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..patching import optimizer_steps
 from ..patching.modules import attach
@@ -154,10 +154,8 @@ its weights' optimizer steps."""
 
 def wrappers_of(model: nn.Module) -> list[Any]:
     """The wrappers of DDP around a model; else those in it, which a program's own module may hold."""
-    around = list(filter(is_ddp, unwrapped(model)))
-    if around or _DDP not in latest_record(model).classes:
-        return around
-    return list(filter(is_ddp, latest_record(model).modules()))
+    around, record = list(filter(is_ddp, unwrapped(model))), latest_record(model)
+    return around if around or DDP not in record.classes else list(filter(is_ddp, record.modules()))
 
 
 def wrapper_of(part: nn.Module, model: nn.Module) -> Any:
@@ -168,9 +166,6 @@ def wrapper_of(part: nn.Module, model: nn.Module) -> Any:
     return next((one for one in (first, *others) if any(module is part for module in modules_of(one))), None)
 
 
-_DDP = "DistributedDataParallel"
-
-
 def note_trained(model: nn.Module, context: BatchContext) -> None:
     """Notes the weights that a model under DDP trains in a batch: DDP averages those that trained when it wrapped it.
 
@@ -178,19 +173,21 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
     """
     if context.ring.size == 1 or not torch.is_grad_enabled():
         return
-    visit = context.state(Visits).get(latest_record(model))
+    visit, around = context.state(Visits).get(latest_record(model)), set(map(id, unwrapped(model)))
     for wrapper in wrappers_of(model):
         wrapped = _WRAPPED.get(wrapper)
         if wrapped is None:
             wrapped = _WRAPPED[wrapper] = Wrapped(wrapper)
             attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
-            if context.log.ran and any(one is wrapper for one in unwrapped(model)):  # it is running, past its hooks
+            if context.log.ran and id(wrapper) in around:  # it is running, past its hooks
                 wrapped.before_forward()
         averages = Averages(wrapper.module.parameters, wrapped.end, context.ring, wrapped.passes)
         context.state(BackwardEnd).parts[id(wrapper)] = averages
         if visit is not None:
-            own = set(map(id, wrapper.module.parameters()))
-            weights = [x for x in visit.trained if id(x) in own]
+            weights = visit.trained
+            if id(wrapper) not in around:  # it holds a part of the model
+                own = set(map(id, wrapper.module.parameters()))
+                weights = [x for x in weights if id(x) in own]
             trained = frozenset(map(id, weights))
             seen = _SEEN[wrapper] = _SEEN.get(wrapper, frozenset()) | trained
             wrapped.trained[trained] = weights
