@@ -149,7 +149,7 @@ class _Unsaved:
         _UNSAVED.add(self)
 
     def count(self, out: Tensor, lse: Tensor) -> None:
-        """HandsOn the results of an attention."""
+        """Counts the results of an attention."""
         self.size += out.nbytes + lse.nbytes
 
     def __enter__(self) -> None:
