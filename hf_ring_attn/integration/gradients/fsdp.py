@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ... import errors
+from ...comm.ring import Ring
 from ...dtypes import HALVES
 from ..context import introspect
 from ..context.batch_context import BatchContext
-from ..context.model_record import latest_record
+from ..context.model_record import ModelRecord, latest_record
 from ..log import say, warn
 from ..patching import optimizer_steps
 from ..patching.modules import Replaced
@@ -129,6 +130,13 @@ def uncast(count: Any, model: nn.Module) -> Any:
 def is_sharded(model: nn.Module) -> bool:
     """Returns True if `fully_shard` was called on ``model`` or on a part of it, as of its latest visit."""
     return "FSDPModule" in latest_record(model).classes
+
+
+def sharding_of(record: ModelRecord) -> Ring | None:
+    """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
+    weights: list[Any] = record.weights() if "DTensor" in record.classes else []
+    mesh = next((x.device_mesh for x in weights if introspect.is_dtensor(x)), None)
+    return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 
 
 _TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -11,12 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import errors
+from ...comm.meeting import all_come
 from ..batch import compared_inputs
 from ..batch.shard import Sharded
 from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import introspect
 from ..context.introspect import TOKENS
 from ..context.mesh import find_ring
+from ..context.model_record import latest_record
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp, fsdp_units
 from ..log import warn
@@ -111,7 +113,7 @@ NEEDS_WHOLE_ROWS = (
 """Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
 
 OF_A_RANK = (errors.LayerWithoutSpec, errors.OtherInputs, errors.SelfCheckRaised, errors.UnshardedInput)
-"""Those that one rank may raise alone, inside a forward. Under FSDP2 the others would wait for its weights."""
+"""Those that one rank may raise alone, inside a forward in which the others wait for it."""
 
 _OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
 """Trainers whose loss needs whole rows, as a self-check found: what it raised in training (True), in evaluation."""
@@ -128,8 +130,7 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
         is_other = not error.kinds <= {kind.__name__ for kind in NEEDS_WHOLE_ROWS}
     if chosen != "auto" or not has_ring(trainer) or gives_whole_rows(trainer) or is_other:
         raise error
-    is_alone = isinstance(error, OF_A_RANK) and not error.everywhere
-    if fsdp.is_sharded(model) and (is_alone or not fsdp_units.end_forward(model)):
+    if not _all_raised(trainer, model, error) or (fsdp.is_sharded(model) and not fsdp_units.end_forward(model)):
         raise error
     when = "trains" if model.training else "evaluates"
     _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error
@@ -137,6 +138,14 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     while one is not None:  # its frames hold the trainer, which would never be freed
         one.__traceback__, one = None, one.__cause__ or one.__context__
     warn(TAKES_WHOLE_ROWS.format(type(trainer).__name__, when, " ".join(str(error).split(". ")[0].split())))
+
+
+def _all_raised(trainer: Any, model: nn.Module, error: errors.Refused) -> bool:
+    """Returns True if all ranks raised such an error, so that the next message finds none of them in a forward."""
+    if error.everywhere or not isinstance(error, OF_A_RANK):
+        return True
+    rings = find_ring(group_of(trainer)), fsdp.sharding_of(latest_record(model))
+    return all(all_come(ring) for ring in rings if ring is not None)
 
 
 TAKES_WHOLE_ROWS = (

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import errors
+from ...comm.meeting import all_come, come
 from ...comm.ring import Ring
-from ..context import introspect
-from ..context.model_record import ModelRecord
 from .compare import spread
 from .tolerance import tolerance
 from .trial import StepResult, distances
-
-
-def sharding_of(record: ModelRecord) -> Ring | None:
-    """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
-    weights: list[Any] = record.weights() if "DTensor" in record.classes else []
-    mesh = next((x.device_mesh for x in weights if introspect.is_dtensor(x)), None)
-    return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
 
 
 def stays_in(ring: Ring, sharding: Ring | None) -> bool:
@@ -55,6 +46,14 @@ class AcrossRanks:
                 failure = error
         if failure is not None:
             raise failure
+
+    def _all_are_back(self, failed: bool) -> bool:
+        """Returns False on a rank whose forward failed while others are still in theirs, and wait for its weights."""
+        if self.sharding is not None and failed:
+            return all_come(self.sharding)
+        if self.sharding is not None:
+            come(self.sharding)
+        return True
 
     def _gathered(self, row: Tensor) -> Tensor:
         """[W, ...] each rank's ``row``, on the CPU in float64."""

@@ -32,13 +32,14 @@ from ..context.model_record import ModelRecord, SeenOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp_units
+from ..gradients.fsdp import sharding_of
 from ..gradients.replicas import SAME_WEIGHTS
 from ..log import warn
 from ..losses.lazy_logits import ChunkedLoss
 from ..model.ring_calls import in_ring
 from ..patching import changes
 from . import trial
-from .across_ranks import AcrossRanks, sharding_of, stays_in
+from .across_ranks import AcrossRanks, stays_in
 from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
 from .restore import preserved
@@ -327,8 +328,11 @@ class _Check(AcrossRanks):
             failure = error
         is_refusal = isinstance(failure, errors.Refused)
         state, text = 0.0 if failure is None else 2.0 if is_refusal else 1.0, f"{type(failure).__name__}: {failure}"
+        mine = errors.SelfCheckRowFailed(self.name, text) if state == 1 else failure
+        if not self._all_are_back(failure is not None):
+            assert mine is not None
+            raise mine
         if set(self._everywhere([state])[:, 0].tolist()) != {state}:
-            mine = errors.SelfCheckRowFailed(self.name, text) if state == 1 else failure
             self.agree(self.ring, {}, failure=mine)
             raise AssertionError("a rank failed")
         if failure is None:
