@@ -18,6 +18,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from hf_ring_attn.kernels import KERNELS, Request, triton
+from hf_ring_attn.kernels.triton import blocks
 from hf_ring_attn.kernels.triton.schedule import schedule
 from hf_ring_attn.sharding.mask import tiles
 from hf_ring_attn.sharding.visible import bounds
@@ -117,6 +118,17 @@ def test_the_processor_is_refused_with_every_reason_and_without_an_import(monkey
         "heads are at most 512 wide on this device, got 640 and 64",
     ]
     assert ("triton" in sys.modules) == before
+
+
+@pytest.mark.parametrize("family", [*blocks.FAMILIES, "other"])
+def test_a_gpu_is_refused_a_dtype_without_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64 ended with a ValueError there, so that no other kernel could serve it."""
+    monkeypatch.setattr(triton, "find_spec", lambda _: object())
+    monkeypatch.setattr(blocks, "family_of", lambda _: family)
+    for name, value in (("is_available", True), ("current_device", 0), ("get_device_capability", (9, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    reasons = KERNELS["triton"].unsupported(replace(REQUEST, device="cuda", dtype=torch.float64))
+    assert reasons == ["computes in bfloat16, float16 or float32, got torch.float64"]
 
 
 def test_the_interpreter_takes_tensors_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

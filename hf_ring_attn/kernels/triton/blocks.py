@@ -118,11 +118,11 @@ def row_for(
 
 
 def widest_head(device: str, element_bytes: int) -> int:
-    """The widest head with a row for the current device of that type."""
+    """The widest head with a row for the current device of that type; of elements without rows, that of any."""
     if device != "cuda" or not torch.cuda.is_available():
         return WIDTHS[-1]
     family = family_of(torch.device("cuda", torch.cuda.current_device()))
-    return max(width for of, size, width in TABLE if (of, size) == (family, element_bytes))
+    return max((width for of, size, width in TABLE if (of, size) == (family, element_bytes)), default=WIDTHS[-1])
 
 
 @cache
