@@ -66,6 +66,14 @@ class Call:
         )
 
 
+def with_scale_above_zero(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Queries and a scale that give the same scores, for kernels: they take the largest product for the largest score,
+    and a hidden one's -inf for a score of -inf."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale else (q * 0, 1.0)
+
+
 class Results(NamedTuple):
     """The results of a call's forward, and the gradient of the first: out, dout [B, T, H, Dv]; lse [B, H, T]."""
 

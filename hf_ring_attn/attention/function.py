@@ -21,7 +21,7 @@ from ..sharding.layout import LONGEST, Layout
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from ..sharding.plan import Plan
 from ..traffic import interruption_guard
-from .call import Call, RingOptions
+from .call import Call, RingOptions, with_scale_above_zero
 from .kernel_choice import kernel_for, kernel_for_scores, score_mod_facts
 from .op import attend
 from .score_mod_op import attend_scored
@@ -175,6 +175,7 @@ def ring_attention(
         q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
         config.deterministic, mask.holes, mod is not None,
     )  # fmt: skip
+    q, factor = with_scale_above_zero(q, factor)
     params = Params(factor, softcap, sinks, config.deterministic, mod)
     if mod is None:
         kernel = kernel_for(ring.name, config.kernel, request)

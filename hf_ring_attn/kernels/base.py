@@ -66,7 +66,7 @@ class Params:
     """Parameters that are the same for every tile.
 
     Args:
-        scale: factor of q k^T.
+        scale: factor of q k^T, above 0.
         softcap: cap * tanh(score / cap) is applied to the scaled scores; None for none.
         sinks: [H], one logit per query head that joins the softmax without a value; None for none.
         deterministic: the same bits from run to run.

@@ -21,8 +21,10 @@ from hf_ring_attn.attention.function import ring_attention
 from hf_ring_attn.biases import Alibi
 from hf_ring_attn.comm.ring import Ring
 from hf_ring_attn.config import RingConfig
+from hf_ring_attn.kernels import Params
+from hf_ring_attn.kernels.reference import Reference
 from hf_ring_attn.sharding import plan
-from hf_ring_attn.testing import Case, inputs, packed
+from hf_ring_attn.testing import Case, inputs, packed, relative_error
 from hf_ring_attn.traffic import traffic_of
 from tests.helpers.checks import EXACT, Ranks, distance, exact_answer, same_bits, worst
 from tests.helpers.rank_functions import attention, held, qkv, whole
@@ -81,6 +83,29 @@ def test_a_sink_without_weight_has_no_gradient_where_nothing_is_seen_either() ->
 
 def test_the_default_scale_is_that_of_the_head() -> None:
     assert torch.equal(out_of(**qkv()), out_of(**qkv(), scale=6**-0.5))
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_kernels_get_a_scale_above_zero_for_any(
+    scale: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash attention masks products before it scales them: a negative scale would make their -inf +inf, and 0 nan."""
+    kernel, seen = Reference.forward, []
+
+    def forward(self: Reference, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, params: Params, *more: Any) -> Any:
+        seen.append(params.scale)
+        return kernel(self, q, k, v, tiles, params, *more)
+
+    monkeypatch.setattr(Reference, "forward", forward)
+    case = Case(why="a scale that is not above 0", length=13, heads=4, scale=scale, softcap=softcap)
+    x, want = inputs(case), exact_answer(case)
+    q, k, v = (x[name].requires_grad_() for name in ("q", "k", "v"))
+    out = out_of(q, k, v, scale=scale, softcap=softcap)
+    out.backward(x["dout"])
+    assert seen and min(seen) > 0
+    found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    assert all(relative_error(x, want[name]) < EXACT for name, x in found.items() if x is not None), found
 
 
 def test_a_window_is_counted_as_documented() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ... import errors
-from ...attention.call import Call, RingOptions
+from ...attention.call import Call, RingOptions, with_scale_above_zero
 from ...attention.kernel_choice import agree_on_scores, kernel_for, kernel_for_scores, why_not_preferred
 from ...attention.op import attend
 from ...attention.score_mod_op import attend_scored
@@ -100,8 +100,9 @@ def ring_attention_forward(
     dtype = query.dtype
     query = temperature.scale_queries(module, query, spec)
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
+    q, scale = with_scale_above_zero(q, float(scaling) if scaling is not None else query.shape[-1] ** -0.5)
     params = Params(
-        float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        scale,
         float(softcap) if softcap is not None else None,
         sinks if s_aux is None else s_aux,
         spec.config.deterministic,

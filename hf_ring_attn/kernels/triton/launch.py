@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -127,9 +127,6 @@ def forward(
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
-    if params.scale <= 0 and params.softcap is None:  # in the kernel the largest product must be the largest score
-        q = -q if params.scale else q * 0
-        params = replace(params, scale=-params.scale or 1.0)
     problem = Problem.of(q, k, v, tiles, params)
     q, k, v = problem.q, problem.k, problem.v
     tma = descriptors_possible(k, v)
