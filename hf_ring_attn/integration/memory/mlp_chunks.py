@@ -28,6 +28,7 @@ from ..log import warn
 from ..patching.compiler import uncompiled
 from ..patching.modules import OwnForward, Replaced, attached, hooks_of, replace
 from ..patching.parameter_slots import Slot, slots_of, with_weights
+from .attributes import Attributes
 
 OTHER_INPUTS = {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cache_params", "cache"}
 """Arguments of modules that look along the sequence."""
@@ -68,7 +69,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
             if not attached(part, "forward"):
                 replace(part, "forward", _ChunkedForward(name, part))
             forward = attached(part, "forward")[0].value
-            forward.tried = forward.checked = False  # the part may have changed
+            forward.tried, forward.checked = set[bool](), False  # the part may have changed
             hooked = _hooked_inside(part)
             known.append((forward, hooked is not None))
             if hooked is not None:
@@ -154,14 +155,15 @@ class _ChunkedForward(OwnForward):
 
     Attributes:
         tokens: the option of the latest batch in which it was called: a recompute may come after the batch.
-        is_whole: it must not run in chunks.
+        tried: the modes (``training``) in which it was tried. is_whole: it must not run in chunks.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(module)
         self.name = f"{name} ({class_of(module)})"
         self.tokens: int | None = None
-        self.tried = self.checked = self.is_whole = False
+        self.tried = set[bool]()
+        self.checked = self.is_whole = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copied model has options of its own: without any, its recompute must not be in chunks."""
@@ -184,14 +186,16 @@ class _ChunkedForward(OwnForward):
         if _records_routers():
             raise errors.NotByToken(self.name, "was asked for its router's logits (output_router_logits=True)")
         rows, call = x.reshape(-1, x.shape[-1]), _Call(self)
-        if self.tried:
+        if self.module.training in self.tried:
             return self._whole(run_in_chunks(call, rows, list(call.trained), most), x)
         before = list(map(version_of, self.module.buffers()))
-        self._try(call, rows.detach())
+        self._try(rows.detach())
         found = run_in_chunks(call, rows, list(call.trained), most)
         if before != list(map(version_of, self.module.buffers())):
             raise errors.NotByToken(self.name, "changes its buffers in each call")
-        self.tried = True
+        for name in call.attributes.new_tensors():
+            raise errors.NotByToken(self.name, f"keeps a tensor of each call in its attribute {name}")
+        self.tried.add(self.module.training)
         return self._whole(found, x)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -213,16 +217,17 @@ class _ChunkedForward(OwnForward):
         ]
         return tuple(shaped) if self.is_tuple else shaped[0]
 
-    def _try(self, call: _Call, rows: Tensor) -> None:
+    def _try(self, rows: Tensor) -> None:
         """Compares a few tokens at once with the same in two chunks, without dropout.
 
         Raises:
             NotByToken: they differ, for each of three choices of tokens: a router may flip by rounding.
         """
-        weights = list(call.trained)
         with torch.no_grad(), ExitStack() as modes:
             for part in self.module.modules():
                 modes.enter_context(Replaced(part, "training", False))
+            call = _Call(self)
+            weights = list(call.trained)
             for begin in (0, len(rows) // 3, len(rows) // 2):
                 few = rows[begin : begin + 2 * SLICE]
                 half = -(-len(few) // 2)
@@ -238,14 +243,14 @@ class _Call:
     """A function of tokens: one call of a chunked forward.
 
     The backward puts weights where they were in the call, though by then others may train, and
-    `torch.func.functional_call` has taken its own away.
+    `torch.func.functional_call` has taken its own away; and it has the module's attributes of the call.
 
     Attributes:
         trained: the weights that train, and their slots. frozen: the slots of the others.
     """
 
     def __init__(self, of: _ChunkedForward) -> None:
-        self.of, self.name = of, of.name
+        self.of, self.name, self.attributes = of, of.name, Attributes(of.module)
         self.trained: dict[Tensor, list[Slot]] = {}
         self.frozen: list[Slot] = []
         for slot, weight in slots_of(of.module):
@@ -264,7 +269,8 @@ class _Call:
         placed = [(slot, weight) for slots, weight in pairs for slot in slots]
         held = ((slot, slot[0]._parameters[slot[1]]) for slot in self.frozen)
         placed += [(slot, now.detach()) for slot, now in held if now is not None and now.requires_grad]
-        with with_weights([slot for slot, _ in placed], [weight for _, weight in placed]):
+        slots, now_there = [slot for slot, _ in placed], [weight for _, weight in placed]
+        with self.attributes.in_place(), with_weights(slots, now_there):
             return self.of.outputs(x)
 
 

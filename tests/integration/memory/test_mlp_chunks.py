@@ -150,10 +150,11 @@ class Counting(nn.Module):
 
 
 def test_an_mlp_that_changes_its_buffers_is_refused() -> None:
-    model: Any = tiny("llama", "ring_fp32").train()
+    model: Any = tiny("llama", "ring_fp32")
     model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+    jobs.run(model.eval(), mlp_tokens=3)  # then it was not looked at again
     for _ in range(2):  # a program that caught the refusal was not refused again, and trained
-        assert "mlp (Counting) over chunks of tokens, but it changes its buffers in each" in refusal_of(model)
+        assert "mlp (Counting) over chunks of tokens, but it changes its buffers in each" in refusal_of(model.train())
 
 
 def step_with_a_penalty(mlp_tokens: int | None, by_forward: bool) -> dict[str, Tensor]:
