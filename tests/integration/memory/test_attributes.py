@@ -18,10 +18,15 @@ from tests.helpers.jobs.activation_jobs import Step
 from tests.helpers.jobs.plain_jobs import tokens
 from tests.helpers.models.tiny_models import tiny
 
+
+def rescale(model: Any) -> None:
+    for part in model.modules():
+        if isinstance(part, LoraLayer):
+            part.set_scale("default", 0.3)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "another scale of the adapter": lambda model: [
-        part.set_scale("default", 0.3) for part in model.modules() if isinstance(part, LoraLayer)
-    ],
+    "another scale of the adapter": rescale,
     "another mode": lambda model: model.eval(),
     "another adapter": lambda model: model.set_adapter("other"),
 }
