@@ -199,7 +199,16 @@ def untested_around() -> Iterator[str]:
 
 def _untested(modules: Iterable[nn.Module]) -> Iterator[str]:
     """Yields those of some modules that were never tested, in words."""
+    modules = list(modules)
     yield from (UNTESTED[kind] for kind in sorted({type(module).__name__ for module in modules} & UNTESTED.keys()))
+    if any(map(_is_split, modules)):
+        yield "tensor parallelism is not tested: load the model without a tp_plan, and use FSDP2 or DDP"
+
+
+def _is_split(module: nn.Module) -> bool:
+    """Returns True for a model that transformers loaded in parts, and for a module of torch's `parallelize_module`."""
+    own = module.__dict__
+    return (own.get("_tp_size") or 1) > 1 or "_distribute_module_applied" in own
 
 
 def _called_around() -> Iterator[nn.Module]:

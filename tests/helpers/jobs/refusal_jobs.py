@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Trainer
 
@@ -178,6 +180,24 @@ class DeepSpeedEngine(nn.Module):
 
 class FullyShardedDataParallel(DeepSpeedEngine):
     """Stands for FSDP1's."""
+
+
+def split_by_torch(model: Any) -> Any:
+    """A model with a part under tensor parallelism."""
+    plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    parallelize_module(model.model.layers[0].mlp, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return model
+
+
+def split_by_transformers(model: Any) -> Any:
+    """The same model, of which each rank has loaded a part."""
+    with a_folder(None) as folder:
+        dist.broadcast_object_list(names := [folder])
+        model.save_pretrained(names[0])  # the first rank does
+        dist.barrier()
+        made = type(model).from_pretrained(names[0], attn_implementation="ring_fp32", tp_plan="auto")
+        dist.barrier()
+    return made
 
 
 class Linear(nn.Module):

@@ -142,6 +142,11 @@ FORWARDS = [
         why="FSDP1", change=jobs.FullyShardedDataParallel,
         text="FSDP1 is not tested: use FSDP2 (fsdp_version: 2; Lightning: ModelParallelStrategy) or DDP",
     ),
+    Forward(why="tensor parallelism by torch", change=jobs.split_by_torch, text="tensor parallelism is not tested"),
+    Forward(
+        why="tensor parallelism by transformers", change=jobs.split_by_transformers,
+        text="tensor parallelism is not tested",
+    ),
 ]  # fmt: skip
 
 
