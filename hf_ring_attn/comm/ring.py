@@ -140,7 +140,7 @@ class Ring:
 
     def ranks(self) -> set[int]:
         """The numbers of its ranks in the world."""
-        return set(dist.get_process_group_ranks(self.group))
+        return {world_rank()} if self.name == LOCAL else set(dist.get_process_group_ranks(self.group))
 
     # ---- keys and values, forward ------------------------------------------------------------------------------
 

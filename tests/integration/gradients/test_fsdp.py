@@ -232,8 +232,10 @@ def wrapped_in_part(how: str) -> dict[str, Tensor]:
     model: Any = tiny("llama", "ring_fp32" if how else None).train()
     if "DDP" in how:
         model.model = DistributedDataParallel(model.model)
-    for layer in model.model.layers if "FSDP2" in how else ():
+    for layer in model.model.layers if "layers" in how or "ignores" in how else ():
         fully_shard(layer)
+    if "replicates" in how:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicates", "shards")))
     if "ignores" in how:
         fully_shard(model, ignored_params={model.lm_head.weight})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -255,10 +257,16 @@ def wrapped_in_part(how: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "how",
-    ["FSDP2 layers", "FSDP2 layers, reduces", "FSDP2 ignores the head", "body under DDP", "body under DDP, reduces"],
-)
+    [
+        "FSDP2 layers", "FSDP2 layers, reduces", "FSDP2 ignores the head", "FSDP2 replicates", "body under DDP",
+        "body under DDP, reduces",
+    ],
+)  # fmt: skip
 def test_weights_that_a_wrapper_leaves_out_train_as_in_one_process(ranks: Ranks, how: str) -> None:
-    """Each rank stepped by the gradients of its own tokens: 0.036 off after three steps."""
+    """Each rank stepped by the gradients of its own tokens: 0.036 off after three steps.
+
+    Where FSDP2 replicates all weights, the self-check said that a process group was destroyed.
+    """
     want = wrapped_in_part("")
     for got in ranks(2).run(wrapped_in_part, how):
         assert max(relative_error(got[name], x) for name, x in want.items()) < 1e-5
