@@ -26,6 +26,7 @@ def average_each_batch(trainer: Any) -> None:
     callbacks = trainer.callback_handler.callbacks
     if is_own(trainer, "training_step") or any(is_own(one, "on_substep_end") for one in callbacks):
         trainer.accelerator.no_sync = lambda model=None: nullcontext()
+        trainer._defer_fsdp_gradient_reduction = nullcontext  # since transformers 5.24, of models loaded sharded
 
 
 def _get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:

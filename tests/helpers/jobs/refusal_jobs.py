@@ -18,7 +18,7 @@ import hf_ring_attn
 from hf_ring_attn import RingAttentionError
 from tests.helpers.jobs.plain_jobs import Batch, tokens
 from tests.helpers.jobs.runs import Mesh, Rows, Run
-from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, loaded_by_ranks, trainer_of
 from tests.helpers.models.tiny_models import SIZES, build
 
 Change = Callable[[Any], Any]
@@ -191,13 +191,7 @@ def split_by_torch(model: Any) -> Any:
 
 def split_by_transformers(model: Any) -> Any:
     """The same model, of which each rank has loaded a part."""
-    with a_folder(None) as folder:
-        dist.broadcast_object_list(names := [folder])
-        model.save_pretrained(names[0])  # the first rank does
-        dist.barrier()
-        made = type(model).from_pretrained(names[0], attn_implementation="ring_fp32", tp_plan="auto")
-        dist.barrier()
-    return made
+    return loaded_by_ranks(model, tp_plan="auto")
 
 
 class Linear(nn.Module):

@@ -97,6 +97,17 @@ def a_folder(folder: str | None) -> Iterator[str]:
         yield name
 
 
+def loaded_by_ranks(model: Any, **options: Any) -> Any:
+    """The same model, of which each rank loads what the options of `from_pretrained` say."""
+    with a_folder(None) as folder:
+        torch.distributed.broadcast_object_list(names := [folder])
+        model.save_pretrained(names[0])  # the first rank does
+        torch.distributed.barrier()
+        made = type(model).from_pretrained(names[0], attn_implementation="ring_fp32", **options)
+        torch.distributed.barrier()
+    return made
+
+
 def refusal_of(trainer: Any) -> tuple[str, int]:
     """What a trainer is refused with ("": it is not), and the optimizer's steps until then."""
     try:

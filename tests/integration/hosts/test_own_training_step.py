@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import Trainer, TrainerCallback
 import hf_ring_attn
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh, Rows, Run
-from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, loaded_by_ranks, numbers, trainer_of
+from tests.helpers.models.tiny_models import tiny
 
 RUN = Run(why="", rows=Rows(shortest=9, pad_to="right", labelled="answers"))
 OPTIONS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "eval_strategy": "no"}
@@ -105,11 +107,14 @@ class ClipsBetween(TrainerCallback):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def trained(kind: type[Trainer], callbacks: list[TrainerCallback], mesh: Mesh, fsdp: bool) -> Any:
-    """What Trainer logged, and the weights afterwards."""
+def trained(kind: type[Trainer], callbacks: list[TrainerCallback], mesh: Mesh, fsdp: bool, loads: bool = False) -> Any:
+    """What Trainer logged, and the weights afterwards. ``loads``: each rank loads a shard of the model."""
     with launched(mesh), a_folder(None) as folder:
-        run = replace(RUN, arguments=OPTIONS, fsdp2=fsdp)
-        trainer: Any = trainer_of(run, mesh, folder, kind=kind, callbacks=callbacks)
+        run, model = replace(RUN, arguments=OPTIONS, fsdp2=fsdp), None
+        if loads:
+            shards = import_module("transformers.distributed").DistributedConfig(fsdp_size=mesh.size)
+            model = loaded_by_ranks(tiny("llama", "ring_fp32"), distributed_config=shards)
+        trainer: Any = trainer_of(run, mesh, folder, model, kind=kind, callbacks=callbacks)
         trainer.train()
         weights = [x.detach() for x in trainer.model.parameters()]
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in weights]
@@ -145,5 +150,14 @@ def test_gradients_between_batches_are_those_of_one_process(
     """DDP averaged those of a step's last batch alone, so each rank clipped its own tokens' gradients, silently."""
     log, weights = ranks(1).run(trained, kind, callbacks, Mesh(), False)[0]
     for got in ranks(2).run(trained, kind, callbacks, Mesh(cp=2), fsdp):
+        assert [pytest.approx(entry, rel=LOSS) for entry in log] == got[0]
+        torch.testing.assert_close(got[1], weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(Trainer, "_defer_fsdp_gradient_reduction"), reason="since transformers 5.24")
+def test_gradients_between_batches_of_a_model_that_was_loaded_in_shards(ranks: Ranks) -> None:
+    """There were none, so nothing was clipped: Trainer's way to reduce them late passes the accelerator by."""
+    log, weights = ranks(1).run(trained, Trainer, [ClipsBetween()], Mesh(), False)[0]
+    for got in ranks(2).run(trained, Trainer, [ClipsBetween()], Mesh(cp=2), False, True):
         assert [pytest.approx(entry, rel=LOSS) for entry in log] == got[0]
         torch.testing.assert_close(got[1], weights, rtol=1e-5, atol=1e-6)
