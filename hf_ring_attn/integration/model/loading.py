@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def trained_model(source: str, config: Any, dtype: torch.dtype, implementation: 
         model: nn.Module = _auto_class(config).from_pretrained(
             source, config=config, dtype=dtype, attn_implementation=implementation
         )
-    except OSError as error:
+    except Exception as error:  # file formats and quantizers raise their own
         if "no file named" in str(error) or "does not appear to have a file" in str(error):
             return None
         raise errors.UnknownModel(source, _first_line(error)) from error
@@ -114,4 +115,5 @@ def _built(config: Any, device: torch.device, dtype: torch.dtype, implementation
 
 
 def _first_line(error: Exception) -> str:
-    return next(filter(None, str(error).splitlines()), "")[:200]
+    """The first line with words; what only heads others, as in "Validation error:", goes on in the next line."""
+    return next(filter(None, re.sub(r":\s*\n\s*", ": ", str(error)).splitlines()), "")[:200]

@@ -31,6 +31,23 @@ def test_a_folder_without_weights_and_a_config_file_have_no_trained_model(tmp_pa
         assert all(x.is_meta for x in loading.empty_model(config).parameters())
 
 
+def test_weights_that_cannot_be_loaded_are_refused_in_words(tmp_path: Path) -> None:
+    """Such as the pointers of a checkout without git-lfs; an error of another kind would say that the ring differs."""
+    tiny("llama", "eager").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    config = loading.load_config(str(tmp_path))
+    with pytest.raises(errors.UnknownModel, match="header"):
+        loading.trained_model(str(tmp_path), config, torch.float32, "eager")
+
+
+def test_what_is_wrong_with_a_config_is_said(tmp_path: Path) -> None:
+    """transformers says it in the second line."""
+    path = tmp_path / "odd.json"
+    path.write_text('{"model_type": "llama", "hidden_size": 33, "num_attention_heads": 4}')
+    with pytest.raises(errors.UnknownModel, match=r"hidden size \(33\) is not a multiple"):
+        loading.load_config(str(path))
+
+
 def test_a_model_that_cannot_be_built_is_named_as_the_user_did(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     path.write_text('{"model_type": "nemotron"}')  # its defaults have no number of heads
