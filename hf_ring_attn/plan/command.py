@@ -121,11 +121,22 @@ def check(given: argparse.Namespace) -> str | None:
         return f"--optimizer {given.optimizer} takes no weights that FSDP2 shards: use adamw_8bit, or --shard ddp"
     if given.method == "full" and given.dtype == "float16" and (given.shard != "fsdp2" or given.gpus == 1):
         return "--method full --dtype float16 needs --shard fsdp2: torch's GradScaler takes no weights in float16"
+    if given.gpus > 1 and given.ring == 1 and (useless := _of_rings(given)):
+        return f"{useless} has no effect without a ring: leave it out, or give a larger --ring than 1"
     if given.kernel == "flash4" and (given.dtype == "float32" or not GPUS[given.gpu].has_flash4):
         return "--kernel flash4 is for Hopper GPUs (h100, h200) and 16 bits: leave it out"
     if given.overwrite and given.write is None:
         return "--overwrite needs --write FOLDER"
     return None
+
+
+def _of_rings(given: argparse.Namespace) -> str:
+    """The first given option that several GPUs without a ring ignore, or ""."""
+    asked = {
+        "--save-attention": given.save_attention, "--mlp-tokens": given.mlp_tokens is not None,
+        "--offload-above": given.offload_above is not None, f"--loss {given.loss}": given.loss != "chunked",
+    }  # fmt: skip
+    return next((name for name, is_asked in asked.items() if is_asked), "")
 
 
 def run(given: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from .shape import DeltaShape, ModelShape
 def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
     of_model = [*_other_class(config, model), *_towers(model), *beyond(config, model, setup.tokens)]
+    of_model += _quantized(config, setup)
     of_setup = [*_chunks(setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
     return [*of_model, *of_setup, *_linear_attention(shape, setup), *_unmeasured(shape, setup)]
 
@@ -27,6 +28,15 @@ def _other_class(config: Any, model: nn.Module) -> Iterator[str]:
     named, planned = getattr(config, "architectures", None) or [], type(model).__name__
     if named and planned not in named:
         yield f"the config names {', '.join(named)}; this forecast is of {planned}"
+
+
+def _quantized(config: Any, setup: Setup) -> Iterator[str]:
+    given = getattr(config, "quantization_config", None)
+    if given is None:
+        return
+    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    counted = "in 4 bits of bitsandbytes" if setup.method == "qlora" else f"in {setup.dtype}"
+    yield f"the config's weights are quantized ({method}); this forecast counts them {counted}"
 
 
 def _chunks(setup: Setup) -> Iterator[str]:
@@ -38,6 +48,8 @@ def _logits(setup: Setup) -> Iterator[str]:
     saves = setup.save_attention or setup.mlp_tokens or setup.offload_above is not None
     if setup.dtype == "float16":
         yield "with float16 a rank makes all logits of its tokens, for the GradScaler's factor; with bfloat16 none"
+    elif not setup.takes_options:
+        yield "a ring of 1 is none: without a ring Trainer on several GPUs makes all logits; SFTTrainer makes none"
     elif setup.gpus == 1 and setup.loss == "chunked" and not saves:
         yield 'on one GPU Trainer makes all logits unless RingConfig(loss="chunked") is set; SFTTrainer makes none'
 

@@ -189,7 +189,7 @@ def _chunk(setup: Setup) -> int:
 def _combinations(setup: Setup) -> Iterator[Changes]:
     """The combinations of changes that a search tries."""
     useful = [(name, new) for name, new in CHANGES if replace(setup, **new) != setup and _is_possible(setup, name)]
-    useful += [(CHUNKS, {}), (OFFLOAD, {})]
+    useful += [(CHUNKS, {}), (OFFLOAD, {})] if setup.takes_options else []
     for count in range(1, len(useful) + 1):
         yield from itertools.combinations(useful, count)
 
@@ -219,4 +219,6 @@ def _changed(model: ModelShape, setup: Setup, chosen: Changes) -> tuple[Setup, t
 def _is_possible(setup: Setup, name: str) -> bool:
     if name in ("--shard fsdp2", "--offload-params"):
         return setup.gpus > 1
+    if name == "--save-attention":
+        return setup.takes_options
     return name != QLORA or setup.method == "lora"

@@ -171,7 +171,7 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
 
 def _waiting(model: ModelShape, layer: LayerShape, one: _LayerSeconds, setup: Setup) -> float:
     """Seconds that compute waits for messages: what does not fit beside it."""
-    waits = 0.0
+    waits, has_one_node = 0.0, setup.gpus <= setup.gpus_per_node
     if setup.ring_size > 1 and isinstance(layer.attention, DeltaShape):
         waits += (3 if setup.checkpointing else 2) * _exchange_seconds(layer.attention, setup)
     elif setup.ring_size > 1 and isinstance(layer.attention, AttentionShape):
@@ -181,7 +181,7 @@ def _waiting(model: ModelShape, layer: LayerShape, one: _LayerSeconds, setup: Se
         waits += sum(max(gather - compute, gather / 8) for compute in passes)
         waits += max(gather + sums - one.attention[2], gather / 8)
     if setup.is_sharded:
-        share, speed = (setup.gpus - 1) / setup.gpus, _slowest(setup, setup.gpus)
+        share, speed = (setup.gpus - 1) / setup.gpus, _slowest(has_one_node, setup.gpu)
         size = setup.itemsize * layer.parameters if setup.method != "qlora" else 0.6 * layer.parameters
         gather = size * share / speed
         reduce = FLOAT32 * layer.parameters * share / speed if setup.method == "full" else 0.0
@@ -189,13 +189,13 @@ def _waiting(model: ModelShape, layer: LayerShape, one: _LayerSeconds, setup: Se
         waits += max(0.0, gather + reduce - one.whole(1) - one.whole(2))
     elif setup.gpus > 1:
         trained = layer.parameters * setup.itemsize if setup.method == "full" else 0
-        waits += max(0.0, 2 * trained / _slowest(setup, setup.gpus) - one.whole(1) - one.whole(2))
+        waits += max(0.0, 2 * trained / _slowest(has_one_node, setup.gpu) - one.whole(1) - one.whole(2))
     return waits
 
 
-def _slowest(setup: Setup, gpus: int) -> float:
-    """Bytes per second of the slowest link among ``gpus``."""
-    return 1e9 * (setup.gpu.link_gbs if gpus <= setup.gpus_per_node else setup.gpu.network_gbs)
+def _slowest(in_one_node: bool, gpu: Gpu) -> float:
+    """Bytes per second of the slowest link among GPUs of one node, or of several."""
+    return 1e9 * (gpu.link_gbs if in_one_node else gpu.network_gbs)
 
 
 def _exchange_seconds(attention: DeltaShape, setup: Setup) -> float:
@@ -204,7 +204,7 @@ def _exchange_seconds(attention: DeltaShape, setup: Setup) -> float:
     Each rank's share of a row goes to its node by links, and beyond it by the network. Nothing is computed beside them.
     """
     size, total = setup.ring_size, sum(exchanged_bytes(attention, setup))
-    near = min(size, setup.gpus_per_node) - 1
+    near = setup.ranks_in_node - 1
     links = near / setup.gpu.link_gbs + (size - 1 - near) / setup.gpu.network_gbs
     return total / size * links / 1e9
 
@@ -217,10 +217,10 @@ def _ring_seconds(attention: AttentionShape, window: int | None, setup: Setup) -
     """
     tokens, size = setup.tokens_per_rank, setup.ring_size
     seen = size - 1 if window is None else min(size - 1, 2 * -(-window // tokens))
-    near = min(seen, min(size, setup.gpus_per_node) - 1)
+    near = min(seen, setup.ranks_in_node - 1)
     one = tokens * attention.kv_numbers * setup.itemsize
     gather = one * (near / setup.gpu.link_gbs + (seen - near) / setup.gpu.network_gbs) / 1e9
-    sums = seen * tokens * attention.kv_numbers * FLOAT32 / _slowest(setup, size)
+    sums = seen * tokens * attention.kv_numbers * FLOAT32 / _slowest(setup.in_one_node, setup.gpu)
     return gather, sums
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ..kernels.flash4.blocks import HOPPER
@@ -101,4 +102,14 @@ class Setup:
 
     @property
     def in_one_node(self) -> bool:
-        return self.ring_size <= self.gpus_per_node
+        return self.ranks_in_node == self.ring_size
+
+    @property
+    def ranks_in_node(self) -> int:
+        """The fewest ranks of a ring that share a node: rings need not begin with a node."""
+        return self.ring_size if self.gpus <= self.gpus_per_node else math.gcd(self.ring_size, self.gpus_per_node)
+
+    @property
+    def takes_options(self) -> bool:
+        """RingConfig's options have an effect: in a ring, and in one process; several without a ring ignore them."""
+        return self.ring_size > 1 or self.gpus == 1

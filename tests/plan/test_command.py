@@ -49,6 +49,14 @@ def test_one_gpu_without_options_is_told_of_its_logits(capsys: pytest.CaptureFix
         assert any("Trainer makes all logits" in note for note in found["notes"]) == told, more
 
 
+def test_several_gpus_without_a_ring_get_no_options_of_rings(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    """Their processes ignore RingConfig, so forecasts with its options were of other runs."""
+    _, found = as_json(capsys, "--model", model, "--gpus", "8", "--ring", "1", "--tokens", "16K")
+    assert any(note.startswith("a ring of 1 is none") for note in found["notes"])
+    offered = " ".join(name for one in found["alternatives"] for name in one["changes"])
+    assert offered and not any(name in offered for name in ("--save-attention", "--mlp-tokens", "--offload-above"))
+
+
 def test_fsdp2_is_told_of_the_storage_of_4_bit_weights(capsys: pytest.CaptureFixture[str], model: str) -> None:
     for more, told in ((["qlora"], True), (["qlora", "--shard", "ddp"], False), (["lora"], False)):
         _, found = as_json(capsys, "--model", model, "--gpus", "2", "--tokens", "4096", "--method", *more)
@@ -204,6 +212,7 @@ REFUSED = {
     "kernel": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--gpu", "a100"], "leave it out"),
     "its dtype": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--dtype", "float32"], "16 bits"),
     "offload": (["--gpus", "2", "--tokens", "8K", "--offload-params", "--shard", "ddp"], "needs --shard fsdp2"),
+    "no ring": (["--gpus", "2", "--ring", "1", "--tokens", "8K", "--mlp-tokens", "1K"], "no effect without a ring"),
 }
 
 

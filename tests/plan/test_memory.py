@@ -335,3 +335,12 @@ def test_the_network_is_slower_than_a_node() -> None:
     one_node = seconds_of(llama_8b(), setup(gpus=16, gpus_per_node=16))
     two_nodes = seconds_of(llama_8b(), setup(gpus=16, gpus_per_node=8))
     assert two_nodes.communication > 4 * one_node.communication
+
+
+def test_a_ring_that_begins_inside_a_node_spans_two() -> None:
+    """Two rings of 4 on nodes of 6: the second one has two GPUs on each node."""
+    across, (attention,) = setup(gpus=12, ring=4, gpus_per_node=6), llama_8b().attentions
+    assert not across.in_one_node and across.ranks_in_node == 2 and peer_bytes(attention, across) == 0
+    within = setup(gpus=12, ring=3, gpus_per_node=6)
+    assert within.in_one_node and within.ranks_in_node == 3
+    assert [setup(gpus=16, ring=ring).ranks_in_node for ring in (4, 8, 16)] == [4, 8, 8]

@@ -128,6 +128,12 @@ def test_a_model_that_no_ring_trains_is_refused_though_its_vision_part_takes_non
     assert code == 1 and "its layers of type ['reference_sliding_attention'] do not go through ring" in said
 
 
+def test_quantized_weights_are_counted_otherwise_and_named(plan: Any) -> None:
+    _, said, _ = plan({**SMALL, "quantization_config": {"quant_method": "fp8"}}, "--tokens", "8K")
+    assert "note: the config's weights are quantized (fp8); this forecast counts them in bfloat16\n" in said
+    assert "quantized" not in plan(SMALL, "--tokens", "8K")[1]
+
+
 def test_a_missing_package_is_named(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' message begins with an empty line."""
 
