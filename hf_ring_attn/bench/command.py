@@ -19,12 +19,18 @@ from .workload import Workload
 
 TOKENS = {"cuda": 32768, "cpu": 512}
 """The row, by kind of device, if the user names none: half a minute on a slow CPU."""
+RING = 8
+"""The size of the simulated ring, if the user names none."""
 
 
 def check(given: argparse.Namespace) -> str | None:
     """Returns what is wrong with the arguments of ``bench``, or None."""
     if given.errors is not None and (given.window or given.document):
         return "--errors is for one causal document: leave out --window and --document"
+    if given.errors is not None and given.ring is not None:
+        return "--errors measures several rings: give --rings, not --ring"
+    if given.errors is None and given.rings is not None:
+        return "--rings is for --errors; times are of one ring: give --ring"
     return check_shape(given)
 
 
@@ -55,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--heads-per-gather", type=count(0), nargs="+", default=[0],
         help="RingConfig(heads_per_gather=...), one or several (default: 0, chosen by size)",
     )  # fmt: skip
-    how.add_argument("--ring", type=count(), default=8, help="size of the simulated ring in one process (default: 8)")
+    how.add_argument("--ring", type=count(), help="size of the simulated ring in one process (default: 8)")
     how.add_argument(
         "--against", nargs="+", choices=PEERS, default=[], help="also measure these packages (under torchrun)"
     )
@@ -65,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "TransformerEngine's PR 821 (default: both)",
     )  # fmt: skip
     how.add_argument(
-        "--rings", type=count(), nargs="+", default=errors.SIZES, help="sizes of the simulated rings of --errors"
+        "--rings", type=count(), nargs="+", help="sizes of the simulated rings of --errors (default: 1 to 64)"
     )
     how.add_argument("--rounds", type=count(), default=5, help="number of measured rounds (default: 5)")
     how.add_argument(
@@ -88,22 +94,25 @@ def run(given: argparse.Namespace) -> int:
         if given.against and ring.size == 1:
             sys.stderr.write("--against compares rings of several ranks: start this with torchrun\n")
             return 2
+        if first and given.save:
+            results.earlier(given.save)
         chosen = contenders.options(given.backward, given.traffic, given.heads_per_gather)
         lengths = given.tokens or [TOKENS[device.type]]
         if given.errors is not None:
             works = [_work(given, n, device, dtype) for n in lengths for dtype in _dtypes(given)]
             parts = given.errors or errors.PARTS
-            return errors.run(works, ring, parts, given.rings, given.kernel, chosen, given.save)
+            return errors.run(works, ring, parts, given.rings or errors.SIZES, given.kernel, chosen, given.save)
         head = {**facts(), "ranks": ring.size, "rounds": given.rounds}
         works = [_work(given, tokens, device, _dtypes(given)[0]) for tokens in lengths]
+        ring_size = given.ring or RING
         if first:
-            coming = speed.announced(works, ring, chosen, given.ring, given.against, given.rounds)
+            coming = speed.announced(works, ring, chosen, ring_size, given.against, given.rounds)
             sys.stdout.write(f"{coming}\n{speed.HEAD}\n")
             sys.stdout.flush()
         rows: list[dict[str, Any]] = []
         for work in works:
             found = speed.measure(
-                work, ring, chosen, ring_size=given.ring, kernel=given.kernel, against=given.against,
+                work, ring, chosen, ring_size=ring_size, kernel=given.kernel, against=given.against,
                 rounds=given.rounds, largest=speed.largest_over(ring, device),
             )  # fmt: skip
             rows += found

@@ -304,6 +304,14 @@ class NoMatplotlib(RingAttentionError):
         super().__init__("a plot needs matplotlib, which is not installed. Install it: pip install matplotlib.")
 
 
+class ResultsNotSaved(RingAttentionError):
+    def __init__(self, folder: str, why: str) -> None:
+        super().__init__(
+            f"no results can be saved in {folder} ({why}). Give --save a folder, existing or new, in which you may "
+            "write and no results.jsonl is of another program."
+        )
+
+
 class NotAResult(RingAttentionError):
     def __init__(self, file: str, why: str) -> None:
         super().__init__(

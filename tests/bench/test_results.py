@@ -55,6 +55,24 @@ def test_what_is_no_file_of_results_is_an_error(text: str, tmp_path: Path) -> No
         results.read(tmp_path / results.FILE)
 
 
+def test_bench_refuses_a_place_for_results_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_ring_attn.bench.speed.measure", lambda *_, **__: pytest.fail("it measures"))
+    (tmp_path / results.FILE).write_text("of another program\n")
+    for place in (tmp_path, tmp_path / results.FILE):
+        assert cli.main(["bench", "--tokens", "32", "--device", "cpu", "--save", str(place)]) == 2
+        assert f"no results can be saved in {place} (" in capsys.readouterr().err
+    assert (tmp_path / results.FILE).read_text() == "of another program\n"
+
+
+@pytest.mark.parametrize("arguments", [["--rings", "2"], ["--errors", "--ring", "2"]])
+def test_sizes_of_rings_that_bench_would_ignore_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *arguments])
+    assert ended.value.code == 2
+
+
 def test_bench_saves_its_rows_after_one_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--device", "cpu", "--dtype", "float32"]
     more = ["--tokens", "32", "64", "--rounds", "1", "--ring", "2", "--save", str(tmp_path)]

@@ -112,6 +112,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"messages": dict.fromkeys((0, 3), "BadBatch: the batch holds neither input_ids nor inputs_embeds.")}
     ],
     "NotSendable": [{"text": "ProcessGroupGloo does not support float8_e4m3fn"}],
+    "ResultsNotSaved": [{"why": "FileExistsError: it is a file"}],
     "NotAResult": [{"why": "it has no speed, errors or depth"}],
     "MeshMismatch": [{"processes": 4}, {"processes": 1}],
     "OneProcess": [{"found": "PARALLELISM_CONFIG_CP_SIZE is 8", "variable": "PARALLELISM_CONFIG_CP_SIZE"}],
