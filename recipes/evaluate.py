@@ -25,7 +25,7 @@ from peft import PeftModel
 from plots import draw
 from settings import BadRecipe, read
 from torch import Tensor
-from train import ON_CPU, SAVED, load_model
+from train import ON_CPU, load_model, saved_settings
 from transformers import AutoTokenizer
 
 import hf_ring_attn
@@ -42,7 +42,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="a model of the Hub or a folder")
-    which.add_argument("--run", type=Path, help="the output folder of train.py: its model, or its adapter on its model")
+    which.add_argument("--run", type=Path, help="the output folder of train.py, or a checkpoint in it: its model, or "
+                       "its adapter on its model")  # fmt: skip
     which.add_argument("--recipe", type=Path, help="the model of a config.yaml, with its config, before it is trained")
     parser.add_argument("--rows", type=Path, required=True, help="a file of prepare.py")
     parser.add_argument("--count", type=int, default=8, help="rows for the loss by position")
@@ -58,7 +59,7 @@ def parsed() -> argparse.Namespace:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The settings that say which model is meant."""
     if options.run is not None:
-        saved: dict[str, Any] = json.loads((options.run / SAVED).read_text())["settings"]
+        saved = saved_settings(options.run)
         whole = {"model": str(options.run), "revision": None, "config": {}} if saved["lora"] is None else {}
         return {**saved, **whole, "attention": "ring_fp32"}
     if options.recipe is not None:
@@ -133,6 +134,9 @@ def probe(haystack: Sequence[int], length: int, depth: float, encode: Callable[[
     answer = encode(f" {dice.randrange(10**4, 10**5)}")
     told = [*ask, *answer, *encode(".\n")]
     text = length - len(told) - len(ask) - len(answer)
+    if text > len(haystack):
+        fault = f"a row of {length} tokens needs {text} of text, and --rows has {len(haystack)}"
+        raise SystemExit(f"{fault}: give smaller --lengths, or more rows")
     if text < 0:
         least = length - text
         raise SystemExit(

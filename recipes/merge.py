@@ -10,7 +10,6 @@ as large is refused; not twice, since activations are rounded, too.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from peft import PeftModel
 from settings import BadRecipe
 from torch import Tensor
-from train import SAVED, load_model
+from train import SAVED, load_model, saved_at, saved_settings
 from transformers import AutoTokenizer
 
 ALLOWED = 3
@@ -49,14 +48,9 @@ def settings_of(run: Path) -> dict[str, Any]:
     Raises:
         SystemExit: it is no run of an adapter.
     """
-    saved = next((folder / SAVED for folder in (run, run.parent) if (folder / SAVED).is_file()), None)
-    if not run.is_dir():
-        raise SystemExit(f"{run}: there is no such folder")
-    if saved is None and (run / "adapter_config.json").is_file():
+    if saved_at(run) is None and (run / "adapter_config.json").is_file():
         raise SystemExit(OF_ANOTHER_PROGRAM.format(run))
-    if saved is None:
-        raise SystemExit(f"{run}: there is no {SAVED}, which train.py writes at its end")
-    settings: dict[str, Any] = json.loads(saved.read_text())["settings"]
+    settings = saved_settings(run)
     if settings["lora"] is None:
         raise SystemExit(f"{run}: all weights were trained, so there is nothing to merge; the folder is the model")
     return {**settings, "quantization": None, "attention": "sdpa", "ring": {}}

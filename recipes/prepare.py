@@ -55,6 +55,10 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give files and folders, or --stdlib")
     if options.length < 2:
         parser.error("--length: at least 2 tokens")
+    if options.eval_every < 0 or options.eval_every == 1:
+        parser.error("--eval-every: at least 2, since the other texts are trained on; 0: no second file")
+    if options.rows is not None and options.rows < 1:
+        parser.error("--rows: at least 1")
     return options
 
 
@@ -158,7 +162,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = parsed(given)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
     kept: tuple[list[Text], list[Text]] = ([], [])
-    lengths, unlearned = [], 0
+    lengths, unlearned, in_rows = [], 0, 0
     for where, sample in samples(stdlib() if options.stdlib else options.inputs):
         text = tokenized(sample, tokenizer, where)
         lengths.append(len(text["input_ids"]))
@@ -166,10 +170,12 @@ def main(given: Sequence[str] | None = None) -> None:
         if not (text["labels"][1:reach] != -100).any():
             unlearned += 1
             continue
-        kept[options.eval_every > 0 and len(lengths) % options.eval_every == 0].append(text)
+        held_out = options.eval_every > 0 and len(lengths) % options.eval_every == 0
+        kept[held_out].append(text)
+        in_rows += 0 if held_out else len(text["labels"][:reach])
         if len(lengths) % 1000 == 0:
             print(f"{len(lengths):,} texts, {sum(lengths):,} tokens", flush=True)
-        if options.rows is not None and sum(lengths) > 2 * options.rows * options.length:
+        if options.rows is not None and in_rows > 2 * options.rows * options.length:
             break
     if not kept[0]:
         raise SystemExit(f"no token is learned of any of the {len(lengths)} texts")

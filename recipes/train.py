@@ -88,6 +88,25 @@ def load_config(settings: dict[str, Any]) -> Any:
     return config
 
 
+def saved_at(run: Path) -> Path | None:
+    """The file with the settings of a run, by its output folder or one of its checkpoints; None if there is none."""
+    return next((folder / SAVED for folder in (run, run.parent) if (folder / SAVED).is_file()), None)
+
+
+def saved_settings(run: Path) -> dict[str, Any]:
+    """The settings of a run, by its output folder or one of its checkpoints.
+
+    Raises:
+        SystemExit: it is no run, or has not ended.
+    """
+    if not run.is_dir():
+        raise SystemExit(f"{run}: there is no such folder")
+    if (saved := saved_at(run)) is None:
+        raise SystemExit(f"{run}: there is no {SAVED}, which train.py writes at its end")
+    settings: dict[str, Any] = json.loads(saved.read_text())["settings"]
+    return settings
+
+
 def load_model(settings: dict[str, Any]) -> Any:
     """The model with its ring options; every rank loads it, a quantized one onto its own GPU."""
     more = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,25 @@ def test_a_number_is_told_at_its_depth_and_asked_for_at_the_end(depth: float) ->
     assert begin == pytest.approx(depth * text.count("."), abs=1.5)
     ask = text[text.rindex("\nThe secret") : -len(number)]
     assert text[begin:].startswith(ask + number + ".")
+
+
+def test_a_row_that_is_longer_than_all_texts_is_refused() -> None:
+    """It was filled with what there was, and its table named the length that was asked for."""
+    with pytest.raises(SystemExit, match=r"a row of 256 tokens needs \d+ of text, and --rows has 100"):
+        evaluate.probe([1] * 100, 256, 0.5, lambda text: [2] * len(text), seed=1)
+
+
+@pytest.mark.parametrize(("name", "fault"), [("none", "there is no such folder"), (".", "there is no recipe.json")])
+def test_a_folder_that_is_no_run_is_refused(name: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=fault):
+        evaluate.settings_of(Namespace(run=tmp_path / name))
+
+
+def test_a_checkpoint_has_the_settings_of_its_run(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "recipe.json").write_text(json.dumps({"settings": {"lora": None, "dtype": "float32"}}))
+    found = evaluate.settings_of(Namespace(run=tmp_path / "checkpoint-2"))
+    assert found["model"] == str(tmp_path / "checkpoint-2") and found["dtype"] == "float32"
 
 
 def test_rows_of_pictures_are_refused() -> None:

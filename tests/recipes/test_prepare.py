@@ -88,6 +88,20 @@ def test_texts_without_a_learned_token_are_left_out_and_others_held_out(
     assert "1 texts were left out" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("pack", ["bfd", "none"])
+def test_as_many_rows_as_asked_for_of_texts_that_are_cut_off(pack: str, tmp_path: Path, tokenizer: Path) -> None:
+    """What was cut off counted as given, so the first text of 100 tokens ended a file of 4 rows of 10."""
+    lines = [{"text": "a" * 99} for _ in range(20)]
+    assert len(made(tmp_path, tokenizer, lines, "--length", "10", "--pack", pack, "--rows", "4")) == 4
+
+
+@pytest.mark.parametrize("wrong", [("--eval-every", "1"), ("--eval-every", "-2"), ("--rows", "0")])
+def test_numbers_that_leave_no_rows_are_refused(wrong: tuple[str, str], tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        made(tmp_path, tokenizer, [{"text": "abc"}], "--length", "10", *wrong)
+    assert ended.value.code == 2
+
+
 def test_lines_of_no_known_form_are_named(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(SystemExit, match=r"texts\.jsonl:2: it has neither text"):
         made(tmp_path, tokenizer, [{"text": "a"}, {"body": "b"}], "--length", "16")
