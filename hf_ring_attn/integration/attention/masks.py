@@ -32,7 +32,7 @@ from ..context.model_record import latest_record
 from ..context.whole_batch import restarts, text_positions
 from ..log import warn
 from ..model import admission, call_inputs
-from ..patching.changes import Patch, render
+from ..patching.changes import Patch, render, target_of
 from ..patching.compiler import uncompiled
 from . import compiled_masks
 
@@ -324,7 +324,7 @@ def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _PREPROCESS = "_preprocess_mask_arguments"
 PATCHES = [
-    Patch(f"{GenerationMixin.__module__}:GenerationMixin.generate", render(GenerationMixin.generate), _generate),
+    Patch(f"{target_of(GenerationMixin)}.generate", render(GenerationMixin.generate), _generate),
     Patch(
         f"{masking_utils.__name__}:{_PREPROCESS}",
         needed_parameters(getattr(masking_utils, _PREPROCESS, None)),

@@ -18,7 +18,7 @@ from accelerate.utils import operations, send_to_device
 from ... import errors
 from ..context import ring_random
 from ..context.mesh import ring_of_process
-from ..patching.changes import installed
+from ..patching.changes import has_patch
 from ..patching.modules import Replaced
 from . import rings_as_processes as rings
 from .program_methods import Given, Named, set_on, stand_in
@@ -79,8 +79,7 @@ def _knowing_rings(trainer: Any, method: Callable[..., Any], given: Given, named
 def _overrides(kind: type, method: str) -> list[type]:
     """The classes that override a patched method."""
     found = [cls for cls in kind.__mro__ if method in vars(cls)]
-    patched = [f"{cls.__module__}:{cls.__qualname__}.{method}" in installed() for cls in found]
-    return found[: patched.index(True)]
+    return found[: [has_patch(cls, method) for cls in found].index(True)]
 
 
 def _functions_of_rings(kind: type, method: str) -> Iterator[Replaced]:

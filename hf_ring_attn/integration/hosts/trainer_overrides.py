@@ -17,7 +17,7 @@ from transformers import Trainer
 from ... import errors
 from ..context.introspect import unwrapped
 from ..context.tracked_input import version_of
-from ..patching.changes import Patch, installed
+from ..patching.changes import Patch, has_patch, target_of
 from .program_methods import Given, Named, owner_of, set_on, stand_in, stands_in
 
 OF_WHOLE_ROWS = {
@@ -46,8 +46,7 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
     """
     kind = type(trainer)
     for cls in kind.__mro__:
-        is_known = f"{cls.__module__}:{cls.__name__}" in EXACT_TRL
-        if cls.__module__.partition(".")[0] == "trl" and issubclass(cls, Trainer) and not is_known:
+        if cls.__module__.partition(".")[0] == "trl" and issubclass(cls, Trainer) and target_of(cls) not in EXACT_TRL:
             alike = any(one.endswith(f":{cls.__name__}") for one in EXACT_TRL)
             raise errors.UnsupportedTrainer(f"{cls.__module__}.{cls.__name__}" if alike else cls.__name__)
     if getattr(trainer, "ring_fp32_exact", False):
@@ -57,8 +56,7 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
             raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
         place = owner_of(kind, method)
         assert place is not None
-        ours = f"{place.__module__}:{place.__qualname__}.{method}" in installed()
-        if getattr(kind, method) is not getattr(Trainer, method, None) and not ours:
+        if getattr(kind, method) is not getattr(Trainer, method, None) and not has_patch(place, method):
             raise errors.UnknownTrainer(kind.__name__, f"{place.__qualname__}.{method}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..gradients import fsdp
-from ..patching.changes import Patch, install
+from ..patching.changes import Patch, install, target_of
 from . import (
     accelerate,
     distillation_trainer,
@@ -41,7 +41,7 @@ STARTS = {
 
 def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def create_accelerator_and_postprocess(self: Any) -> None:
-        names = [f"{cls.__module__}:{cls.__name__}" for cls in type(self).__mro__]
+        names = [*map(target_of, type(self).__mro__)]
         for name in names:  # trl may have been imported after this package
             install(TRL_PATCHES.get(name, ()))
         with deferring_cp_checks(self.model):

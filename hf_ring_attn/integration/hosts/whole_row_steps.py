@@ -23,6 +23,7 @@ from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp, fsdp_units
 from ..log import warn
 from ..losses import kinds
+from ..patching.changes import target_of
 from ..patching.modules import Replaced
 from . import own_methods, program_methods, trainer_overrides
 from .rings_as_processes import rings_as_processes
@@ -50,7 +51,7 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     smooths = trainer.label_smoother is not None and is_a(trainer, "SFTTrainer")  # by logits, which others do not need
     has_own = program_methods.is_own(trainer, "compute_loss") and not takes_count(trainer)
     has_own = has_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
-    is_of_whole_rows = any(f"{cls.__module__}:{cls.__name__}" in OF_WHOLE_ROWS for cls in type(trainer).__mro__)
+    is_of_whole_rows = not OF_WHOLE_ROWS.isdisjoint(map(target_of, type(trainer).__mro__))
     found = _OF_WHOLE_ROWS.get(trainer, {})
     was_found = True in found or model.training in found
     if loss == "gathered" or is_of_whole_rows or was_found or not isinstance(whole, Mapping):

@@ -148,6 +148,16 @@ class Registration(_Target):
 Change = Patch | Registration
 
 
+def target_of(owner: type) -> str:
+    """A class as targets of changes name it: "package.module:Class"."""
+    return f"{owner.__module__}:{owner.__qualname__}"
+
+
+def has_patch(owner: type, attribute: str) -> bool:
+    """Returns True if a `Patch` replaced an attribute of a class, and was not undone."""
+    return f"{target_of(owner)}.{attribute}" in installed()
+
+
 def is_patch(function: Any) -> bool:
     """Returns True for a function that a `Patch` put in a host's place, or a wrapper with its attributes."""
     return hasattr(function, _MARK)
