@@ -300,7 +300,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     names = introspect.parameters_of(model)
     if args and not any(name in TOKENS for name in names):  # PEFT's may be *args, **kwargs
         names = introspect.parameters_of(introspect.loss_model_of(model) or model)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return introspect.by_name(names, args, kwargs)
 
 
 def _own_share(model: nn.Module, given: Mapping[str, Any], sharded: Sharded) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -104,6 +104,11 @@ def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
     parameters = inspect.signature(inside(model).forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return [*(parameter.name for parameter in parameters), *(names if takes_any else ())]
+
+
+def by_name(names: Iterable[str], args: Iterable[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name. ``names``: of the function's parameters, in their order."""
+    return {**dict(zip(names, args, strict=False)), **given}
 
 
 def name_of(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import compiled_call, modules_of, name_of, parameters_of
+from ..context.introspect import by_name, compiled_call, modules_of, name_of, parameters_of
 from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..context.tracked_input import TrackedInput
@@ -131,16 +131,13 @@ def _accepted(model: nn.Module, context: BatchContext) -> list[str]:
     return known.get(asked) or known.setdefault(asked, parameters_of(model, asked))
 
 
-def _refuse_others(
-    model: nn.Module, args: Sequence[Any], given: Mapping[str, Any], context: BatchContext, has_loss: bool
-) -> None:
+def _refuse_others(model: nn.Module, given: Mapping[str, Any], context: BatchContext, has_loss: bool) -> None:
     """Refuses a call of ``model`` with missing or changed inputs, on every rank.
 
     Args:
-        has_loss: the model returned a loss.
+        given: the arguments by name. has_loss: the model returned a loss.
     """
     names = _accepted(model, context)
-    given = {**dict(zip(names, args, strict=False)), **given}
     for name in SELECTING:
         if isinstance(x := given.get(name), Tensor) or x:
             raise errors.UnsupportedArgument(name_of(model), name, _SELECTS, "was called in a ring with")
@@ -215,23 +212,26 @@ def watch(
         if torch.is_grad_enabled():
             replicas.note_trained(model, context)
         began[:] = [(context.log.plain, context.log.scored)]
-        compared[:] = [compare(args, given)] if looks_at_tokens() else []
+        compared[:] = [compare(named(args, given))] if looks_at_tokens() else []
 
     def looks_at_tokens() -> bool:
         is_batch = looks and batch_context.current() is context  # else the self-check's row, or another batch
         return is_batch and context.config.self_check and context.text is None
 
-    def compare(args: Any, given: dict[str, Any]) -> Callable[[], None]:
-        by_name = {**dict(zip(_accepted(model, context), args, strict=False)), **given}
-        return start_comparison(model, by_name, context.state(TrackedInputs), context)
+    def named(args: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return by_name(_accepted(model, context), args, given)
+
+    def compare(given: dict[str, Any]) -> Callable[[], None]:
+        return start_comparison(model, given, context.state(TrackedInputs), context)
 
     @uncompiled(_BY_HOST)
     def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> Any:
         context.log.fused |= bool(given.get("fused_lm_head"))
         if looks and batch_context.current() is context:
-            _refuse_others(model, args, given, context, _has_loss(output))
+            every = named(args, given)
+            _refuse_others(model, every, context, _has_loss(output))
             if looks_at_tokens():
-                end = compared.pop() if compared else compare(args, given)  # a call in progress was not seen before
+                end = compared.pop() if compared else compare(every)  # a call in progress was not seen before
                 end()
                 check_tokens(model, given, context.state(TrackedInputs))
             _mark_caches(output)

@@ -134,7 +134,7 @@ def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, d
         return None
     missing = [name for name in made if given.get(name) is None]
     names = introspect.parameters_of(model, made) if missing else []  # slow, and most calls have all inputs, by name
-    every = {**dict(zip(names, args, strict=False)), **given}
+    every = introspect.by_name(names, args, given)
     wanted = [n for n in missing if n in names and every.get(n) is None and _fits(n, every, made, context)]
     context.state(FilledIn)[model] = set(wanted)  # also if there are none: an earlier call may have got some
     if not wanted:
