@@ -89,7 +89,7 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_per_token_logps_and_entropies(self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
         calls: Any = nullcontext()
-        if trainer_facts.has_ring(self) and trainer_overrides.BY_CALLS not in vars(self):
+        if trainer_facts.has_ring(self) and trainer_overrides.SHARDS_CALLS not in vars(self):
             if torch.is_grad_enabled():
                 warn(trainer.WHOLE_ROWS.format(type(self).__name__))
             else:  # of the batches that TRL cuts

@@ -25,7 +25,7 @@ from ..context import batch_context
 from ..patching.modules import Replaced
 from .program_methods import Given, Named, is_own, stand_in
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
-from .trainer_overrides import BY_CALLS
+from .trainer_overrides import SHARDS_CALLS
 
 OF_RANK = "_hf_ring_attn_of_rank"
 """The attribute of a trainer in a loss of the program's own of a rank's tokens. There a count of tokens that is not
@@ -42,7 +42,7 @@ _steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
 def as_ranks(trainer: Any) -> Iterator[None]:
     """Restores the numbers of processes and of tokens for a host's method that one of the program's calls."""
     with processes_counted(trainer), ExitStack() as stack:
-        for name in (OF_RANK, BY_CALLS):
+        for name in (OF_RANK, SHARDS_CALLS):
             if name in vars(trainer):
                 stack.callback(vars(trainer).__setitem__, name, vars(trainer).pop(name))
         yield
@@ -84,9 +84,9 @@ def _sample(trainer: Any, method: Callable[..., Any], given: Given, named: Named
 
 
 def _compute_loss(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
-    context, by_calls = batch_context.current(), BY_CALLS in vars(trainer)
-    is_sharded = context is not None and not context.whole_head and not by_calls
-    if is_sharded or (isinstance(trainer.accelerator, RingsCounted) and not by_calls):
+    context, shards_calls = batch_context.current(), SHARDS_CALLS in vars(trainer)
+    is_sharded = context is not None and not context.whole_head and not shards_calls
+    if is_sharded or (isinstance(trainer.accelerator, RingsCounted) and not shards_calls):
         try:
             if context is None or trainer.args.average_tokens_across_devices:  # then the count is of all processes
                 return method(*given, **named)
@@ -98,7 +98,7 @@ def _compute_loss(trainer: Any, method: Callable[..., Any], given: Given, named:
             raise
     with rings_as_processes(trainer):
         result = method(*given, **named)
-    if by_calls:
+    if shards_calls:
         refuse_past_outputs(result[0] if isinstance(result, tuple) else result)
     return result
 

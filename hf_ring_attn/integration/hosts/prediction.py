@@ -25,7 +25,7 @@ from . import own_methods
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, shard_inputs
 from .trainer_facts import group_of, has_ring, shards_batches
-from .trainer_overrides import BY_CALLS
+from .trainer_overrides import SHARDS_CALLS
 from .whole_row_steps import NEEDS_WHOLE_ROWS, calls_with_whole_rows, take_whole_rows, whole_row_step
 
 
@@ -37,7 +37,7 @@ def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
             self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
         ) -> Any:
             # In a step whose batch stays whole the host's own runs, its parent's too.
-            if not shards_batches(self) or vars(self).get(BY_CALLS):
+            if not shards_batches(self) or vars(self).get(SHARDS_CALLS):
                 return original(self, model, inputs, prediction_loss_only, ignore_keys)
             with own_methods.as_ranks(self):
                 return in_ring(original, self, model, inputs, prediction_loss_only, ignore_keys)

@@ -29,7 +29,7 @@ def _step(host: Any, model: nn.Module) -> AbstractContextManager[None]:
 
 def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def _compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        if trainer_facts.has_ring(self) and trainer_overrides.BY_CALLS not in vars(self):
+        if trainer_facts.has_ring(self) and trainer_overrides.SHARDS_CALLS not in vars(self):
             warn(trainer.WHOLE_ROWS.format(type(self).__name__))
         return original(self, model, inputs, return_outputs)
 

@@ -190,9 +190,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         num_items_in_batch: Any = None,
     ) -> Any:
         context, group = batch_context.current(), group_of(self)
-        by_calls, is_part = (name in vars(self) for name in (trainer_overrides.BY_CALLS, own_methods.OF_RANK))
+        shards_calls, is_part = (name in vars(self) for name in (trainer_overrides.SHARDS_CALLS, own_methods.OF_RANK))
         by_model = self.compute_loss_func is None and self.label_smoother is None
-        reads_loss = by_calls and context is None and by_model and not return_outputs
+        reads_loss = shards_calls and context is None and by_model and not return_outputs
         compute = functools.partial(_loss_alone, original) if reads_loss else original
         if context is not None and by_model:
             num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
@@ -200,7 +200,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
             return compute(self, model, inputs, return_outputs, num_items_in_batch)
         # As with `shard`, the mean of the ranks' losses is the loss of the whole batch.
         # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
-        if context is None and self.model.training and not by_calls:
+        if context is None and self.model.training and not shards_calls:
             warn(WHOLE_ROWS.format(type(self).__name__))
         of_tokens = None if context is None or context.whole_head else context
         parts = 1 if of_tokens is None or is_part else of_tokens.ring.size
@@ -209,7 +209,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # A trainer that averages over devices multiplies losses by their number, here W for each ring.
         multiplied = self.args.average_tokens_across_devices and not isinstance(self.accelerator, RingsCounted)
         times = 1 / group.size() if multiplied and group is not None else 1
-        if by_calls and context is None:
+        if shards_calls and context is None:
             refuse_past_outputs(result[0] if return_outputs else result)
         return (result[0] * times, result[1]) if return_outputs else result * times
 

@@ -61,7 +61,7 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
 
 
 PREPARE = "_prepare_context_parallel_inputs"
-BY_CALLS = "_hf_ring_attn_by_calls"
+SHARDS_CALLS = "_hf_ring_attn_shards_calls"
 """The attribute of a trainer in a step in which the calls of its models are sharded. True: its batch stays whole."""
 LOSS_ALONE = "_hf_ring_attn_loss_alone"
 """The attribute of a trainer while Trainer's own compute_loss runs, which reads its model's loss, and no logits."""
@@ -85,7 +85,7 @@ def patch_prepare(host: str, shards: Callable[[Any], bool], prepare: Prepare) ->
         def _prepare_context_parallel_inputs(self: Any, model: nn.Module, inputs: Any) -> Any:
             if not shards(self):
                 return original(self, model, inputs)
-            if vars(self).get(BY_CALLS):  # an evaluation, which has begun
+            if vars(self).get(SHARDS_CALLS):  # an evaluation, which has begun
                 return nullcontext, inputs
             begin_training(self, model)
             override = _CHECKED.get(self)
@@ -132,7 +132,7 @@ class _CheckedOverride:
     def __call__(self, trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
         before = _contents((*given, *named.values()))
         returned = method(*given, **named)
-        if not self._shards(trainer) or vars(trainer).get(BY_CALLS):
+        if not self._shards(trainer) or vars(trainer).get(SHARDS_CALLS):
             return returned
         noted, self.noted = self.noted, None
         if noted is not None:

@@ -101,7 +101,7 @@ def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False, inside
     """
     others = [x for x in vars(trainer).values() if isinstance(x, nn.Module)]  # a teacher, for example
     calls = whole_row_calls((model, trainer.model, *others), functools.partial(shard_rows, trainer), inside)
-    with Replaced(trainer, trainer_overrides.BY_CALLS, is_whole), calls:
+    with Replaced(trainer, trainer_overrides.SHARDS_CALLS, is_whole), calls:
         yield
 
 
