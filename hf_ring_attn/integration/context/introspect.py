@@ -83,10 +83,14 @@ def may_train(model: nn.Module) -> bool:
     return model.training or torch.is_grad_enabled()
 
 
+def is_a(x: object, name: str) -> bool:
+    """Returns True for an object of a class of this name, or of a subclass: its module need not be imported."""
+    return any(kind.__name__ == name for kind in type(x).__mro__)
+
+
 def is_ddp(module: nn.Module) -> bool:
-    """Returns True for a wrapper of DDP, or of a program's own kind of it; by name, so as not to import
-    torch.distributed."""
-    return any(kind.__name__ == DDP for kind in type(module).__mro__)
+    """Returns True for a wrapper of DDP, or of a program's own kind of it."""
+    return is_a(module, DDP)
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -199,8 +203,8 @@ def compiled_part(model: nn.Module) -> nn.Module | None:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Returns True for a module that `fully_shard` was applied to; by name, so as not to import torch.distributed."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    """Returns True for a module that `fully_shard` was applied to."""
+    return is_a(module, "FSDPModule")
 
 
 def is_dtensor(x: Any) -> bool:

@@ -12,6 +12,7 @@ from ... import errors
 from ...comm.ring import world_size
 from ...config import RingConfig
 from ..context import introspect, model_record
+from ..context.introspect import is_a
 from ..context.mesh import ring_enabled, ring_group
 from ..losses import whole_heads
 from ..model import adapters, admission
@@ -120,10 +121,6 @@ def takes_count(trainer: Any) -> bool:
     """Returns True if the trainer's model can divide its loss by the count of the whole batch."""
     count = "num_items_in_batch"
     return trainer.model_accepts_loss_kwargs or count in introspect.parameters_of(trainer.model, [count])
-
-
-def is_a(trainer: Any, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(trainer).__mro__)
 
 
 def gives_whole_rows(trainer: Any) -> bool:

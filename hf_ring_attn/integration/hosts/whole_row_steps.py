@@ -16,7 +16,7 @@ from ..batch import compared_inputs
 from ..batch.shard import Sharded
 from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import introspect
-from ..context.introspect import TOKENS
+from ..context.introspect import TOKENS, is_a
 from ..context.mesh import find_ring
 from ..context.model_record import latest_record
 from ..context.whole_batch import LOSS_INPUTS
@@ -32,7 +32,6 @@ from .trainer_facts import (
     group_of,
     has_ring,
     inputs_handed_on,
-    is_a,
     options_of_batches,
     refuse_past_fused_head,
     refuse_step,

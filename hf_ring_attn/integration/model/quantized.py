@@ -18,24 +18,26 @@ from torch import Tensor, nn
 
 from ... import errors
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_dtensor, is_unit, modules_of, name_of
+from ..context.introspect import is_a, is_dtensor, is_unit, modules_of, name_of
 from ..gradients.fsdp_units import groups_of
+
+_BYTES, _CODES = "Linear8bitLt", "Linear4bit"
+"""bitsandbytes' layers of 8-bit and of 4-bit weights."""
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the reasons why the quantized layers of ``model`` are not exact in a ring."""
     layer: Any
     for layer in modules_of(model) if context.ring.size > 1 else ():
-        kinds = {kind.__name__ for kind in type(layer).__mro__}
         state = getattr(layer, "state", None)  # PEFT's layer of that name has none
-        if "Linear8bitLt" in kinds and getattr(state, "threshold", 0.0) > 0:
+        if is_a(layer, _BYTES) and getattr(state, "threshold", 0.0) > 0:
             yield (
                 "its 8-bit layers (LLM.int8) compute columns with outliers in 16 bits, chosen by the tokens of each "
                 "rank: set llm_int8_threshold=0.0, or load_in_4bit=True"
             )
-        if "Linear8bitLt" in kinds and is_dtensor(layer._parameters.get("weight")):
+        if is_a(layer, _BYTES) and is_dtensor(layer._parameters.get("weight")):
             yield "FSDP2 drops what bitsandbytes stores beside 8-bit weights: use DDP, or load_in_4bit=True"
-        packs = "Linear4bit" in kinds and getattr(layer, "support_avx512bf16_for_cpu", False)
+        packs = is_a(layer, _CODES) and getattr(layer, "support_avx512bf16_for_cpu", False)
         if packs and layer.weight.device.type == "cpu":
             yield (
                 "bitsandbytes packs its 4-bit weights at the first evaluation, here the self-check, for other "
@@ -64,12 +66,8 @@ def _packed(model: nn.Module) -> Iterator[Any]:
     for group in (group for unit in filter(is_unit, modules_of(model)) for group in groups_of(unit)):
         for weight in group.fsdp_params:
             info = weight._module_info
-            if info.param_name == "weight" and _has_codes(info.module) and weight.sharded_param.is_floating_point():
+            if info.param_name == "weight" and is_a(info.module, _CODES) and weight.sharded_param.is_floating_point():
                 yield weight
-
-
-def _has_codes(layer: nn.Module) -> bool:
-    return any(kind.__name__ == "Linear4bit" for kind in type(layer).__mro__)
 
 
 @functools.cache
