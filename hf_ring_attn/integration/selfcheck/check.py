@@ -38,7 +38,6 @@ from ..log import warn
 from ..losses.lazy_logits import ChunkedLoss
 from ..model.ring_calls import in_ring
 from ..patching import changes
-from . import trial
 from .across_ranks import AcrossRanks, stays_in
 from .compare import ComparedTokens, Recorder, outputs_inside, relative
 from .placeholders import try_placeholders
@@ -46,7 +45,7 @@ from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .states import States
 from .tolerance import AMPLIFICATION, EXACT, LOSS, Attempt, always_passes, dtypes_seen, rounded_anew
-from .trial import ALWAYS, GRADIENT, random_state, run_step, set_modes, stand_in, watched_weights
+from .trial import ALWAYS, GRADIENT, repeatable_step, run_step, set_modes, stand_in, watched_weights
 from .zeros import moved_from_zero
 
 T = TypeVar("T")
@@ -98,11 +97,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     by_model = has_labels and not context.gathers_logits
     needs_step = (step.loss is not None or by_model) and tried not in verdicts  # a host's own loss may need no labels
     if case not in verdicts or needs_step:
-        if not record.uses_ring():  # a loss or a head beside the model
-            return
-        if introspect.is_stock_layer(inner):
-            name = introspect.class_of(inner)
-            warn(f"{name} takes hidden states, so the self-check cannot run it: it runs in the ring unchecked.")
+        if not _can_run(inner, record):
             return
         job = _Check(inner, context, sample, sample.device(model), as_one, stand_in(model, inner))
         modes = [x.training for x in inner.modules()]
@@ -118,6 +113,17 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             record.state(_WithOneValue).add(tried)
     step.one_valued.append(tried in record.state(_WithOneValue))
     state.verdict = verdicts[case]
+
+
+def _can_run(inner: nn.Module, record: ModelRecord) -> bool:
+    """Returns False for a loss or a head beside the model, and, with a warning, for a layer of a model."""
+    if not record.uses_ring():
+        return False
+    is_layer = introspect.is_stock_layer(inner)
+    if is_layer:
+        name = introspect.class_of(inner)
+        warn(f"{name} takes hidden states, so the self-check cannot run it: it runs in the ring unchecked.")
+    return not is_layer
 
 
 @dataclass
@@ -217,7 +223,7 @@ class _Check(AcrossRanks):
 
     def try_step(self, step: TrialStep, trains: bool, modes: Sequence[bool], seed: int, rows: int) -> Attempt | None:
         """Compares the loss of a trial step, and gradients if it ``trains``. ``modes``: those of the modules."""
-        weights = watched_weights(self.model) if trains else {}
+        name, weights = step.name or self.name, watched_weights(self.model) if trains else {}
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
         labelled = self.context.facts.has_labels or self.context.whole_head
         row = self._row(seed, rows, labelled, repeats=True, of_batch=bool(step.name))
@@ -232,24 +238,13 @@ class _Check(AcrossRanks):
             for is_whole, batch in batches.items()
         )
         with dtypes_seen() as dtypes:
-            before = random_state(self.device)
-            whole = self._whole(whole_step, rows)
-            draws = not torch.equal(before, random_state(self.device))
-            if draws:  # not dropout: a router's noise, perhaps
-                set_modes(self.model, [False] * len(modes))
-                before = random_state(self.device)
-                whole = self._whole(whole_step, rows)
+            whole = repeatable_step(partial(self._whole, whole_step, rows), self.model, name, self.device)
             if whole is None:
-                return None  # no loss
-            if not torch.equal(before, random_state(self.device)):
-                warn(trial.RANDOM_LOSS.format(step.name or self.name))
                 return None
-            if draws:
-                warn(trial.RANDOM_TRAINING.format(self.name))
             share = self._sharded(ring_step)
         assert share is not None, "a loss in one process"
         if introspect.is_dtensor(share.loss):
-            raise errors.ShardedLoss(step.name or self.name)
+            raise errors.ShardedLoss(name)
         losses, least = self._gathered(share.loss), self._tolerance(dtypes)
         kept = len(weights) if least <= EXACT else ALWAYS
         got, want = self._mean(share.of_first(kept)), whole.of_first(kept)
@@ -262,7 +257,6 @@ class _Check(AcrossRanks):
             return self._apart(other.of_first(kept), want)
 
         def refusal(limits: list[float]) -> errors.Refused:
-            name = step.name or self.name
             if self.states.second:
                 error, limit = max(zip(found, limits, strict=True), key=lambda pair: pair[0] / pair[1])
                 return errors.TokensKept(name, self.states.in_words(), self.ring.size, error, limit)
@@ -272,14 +266,7 @@ class _Check(AcrossRanks):
                     tokens = self.try_tokens(seed, rows, repeats=True)
                     if not tokens.agrees(self.device):  # in this mode, or this row: a module makes the difference
                         return tokens.refusal(tokens.limits)
-                numbers = f"{float(got.loss):.6g} in the ring, {float(want.loss):.6g} in one process"
-                within = self.as_one and self.model not in introspect.loss_models_of(self.model) and not step.name
-                compiled = ", compiled as a whole (compile the language model inside it)," if within else ""
-                what = f"the loss of {name}{compiled} (the self-check found {numbers})"
-                if not self.context.facts.has_labels and not self.context.whole_head:
-                    return errors.PooledLoss(what) if step.name else errors.LossWithoutLabels(self.name)
-                again = own or not (step.name or self.context.whole_head)
-                return errors.LossNotSharded(what, again=again, own=own)
+                return self._refused_loss(step, float(got.loss), float(want.loss), own)
             worst = max(range(1, len(found)), key=lambda index: found[index] / limits[index])
             weight = [*weights][worst - 1]
             return errors.GradientDiffers(name, weight, self.ring.size, found[worst], limits[worst], own)
@@ -287,6 +274,18 @@ class _Check(AcrossRanks):
         limits = [LOSS * least] + [GRADIENT * least] * (len(found) - 1)
         fine = always_passes(len(found) - 1) if least <= EXACT else limits
         return Attempt(found, limits, least <= EXACT, again, refusal, fine)
+
+    def _refused_loss(self, step: TrialStep, got: float, want: float, own: bool) -> errors.Refused:
+        """The refusal of a loss whose value differs. ``own``: the program's, of a rank's tokens."""
+        by_model = not step.name
+        within = by_model and self.as_one and self.model not in introspect.loss_models_of(self.model)
+        compiled = ", compiled as a whole (compile the language model inside it)," if within else ""
+        numbers = f"{got:.6g} in the ring, {want:.6g} in one process"
+        what = f"the loss of {step.name or self.name}{compiled} (the self-check found {numbers})"
+        if not self.context.facts.has_labels and not self.context.whole_head:
+            return errors.LossWithoutLabels(self.name) if by_model else errors.PooledLoss(what)
+        again = own or (by_model and not self.context.whole_head)
+        return errors.LossNotSharded(what, again=again, own=own)
 
     # ---- runs ----
 

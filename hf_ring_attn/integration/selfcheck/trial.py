@@ -26,6 +26,7 @@ from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp_units, loss_gradients
+from ..log import warn
 from ..model import neftune
 from ..model.ring_calls import in_ring
 
@@ -41,11 +42,11 @@ FLOOR = 1e-2
 GRADIENT = 4.0
 """The tolerance of a gradient, relative to that of a token's output: a forward and a backward round it."""
 
-RANDOM_LOSS = (
+_RANDOM_LOSS = (
     "the loss of {} draws random numbers, so the self-check could not compare it: each of its terms must add up over "
     "ranks, as a sum over shift_labels / num_items_in_batch does."
 )
-RANDOM_TRAINING = (
+_RANDOM_TRAINING = (
     "{} draws random numbers in training, beside its dropout modules, so the self-check compared it in evaluation "
     "mode. It is right if each token gets its own numbers, or if all ranks draw the same ones for all tokens. A "
     "shuffle, a mean or new positions of one rank's tokens would be wrong unseen."
@@ -89,6 +90,31 @@ def run_step(
         if not isinstance(loss, Tensor):
             return None
         return StepResult(loss.detach().double(), gradients)
+
+
+def repeatable_step(
+    call: Callable[[], StepResult | None], model: nn.Module, name: str, device: torch.device
+) -> StepResult | None:
+    """Calls a trial step, again in evaluation mode if it draws random numbers; None: it has no loss, or still draws.
+
+    Args:
+        name: of what computes the loss.
+    """
+    before = _random_state(device)
+    step = call()
+    draws = not torch.equal(before, _random_state(device))
+    if draws:  # not dropout: a router's noise, perhaps
+        set_modes(model, [False for _ in model.modules()])
+        before = _random_state(device)
+        step = call()
+    if step is None:
+        return None
+    if not torch.equal(before, _random_state(device)):
+        warn(_RANDOM_LOSS.format(name))
+        return None
+    if draws:
+        warn(_RANDOM_TRAINING.format(introspect.name_of(model)))
+    return step
 
 
 _LEFT_OUT = (
@@ -165,7 +191,7 @@ def stand_in(model: nn.Module, inner: nn.Module) -> nn.Module:
     return inner
 
 
-def random_state(device: torch.device) -> Tensor:
+def _random_state(device: torch.device) -> Tensor:
     """The state of the generator that a model draws from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import Trainer
 
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.selfcheck import check
+from hf_ring_attn.integration.selfcheck import trial
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, capped_loss, launched, numbers, refusal_of, trainer_of
@@ -310,7 +310,7 @@ class Masks(Trainer):
 
 def warned(kind: type[Trainer]) -> tuple[str, list[str]]:
     said: list[str] = []
-    with mock.patch.object(check, "warn", said.append):
+    with mock.patch.object(trial, "warn", said.append):
         error, _ = refusal(kind, PADDED)
     return error, said
 
