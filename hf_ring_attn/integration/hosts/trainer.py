@@ -76,11 +76,11 @@ def shard_inputs(
         batches = trainer.args.gradient_accumulation_steps * world_size() // sharded.ring.size
         sharded.context.log.rows_a_step = sharded.context.facts.rows * batches
     logged_numbers.compare(trainer, sharded.ring, *sharded.context.state(SentNumbers))
-    local = _inputs(trainer, whole, sharded)
-    return functools.partial(_step, trainer, model, sharded, local), local
+    local = _inputs(trainer, sharded)
+    return functools.partial(_step, trainer, sharded, local), local
 
 
-def _inputs(trainer: Any, whole: Any, sharded: Sharded) -> dict[str, Any]:
+def _inputs(trainer: Any, sharded: Sharded) -> dict[str, Any]:
     """The inputs for the trainer's step, in a new dict."""
     local = dict(sharded.inputs)
     if counts(trainer):
@@ -100,7 +100,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
             counts = RingsAsProcesses if gives_whole_rows(trainer) else RingsCounted
             counted = nullcontext() if group is None else rings_as_processes(trainer, counts)
             with counted, trainer.compute_loss_context_manager():
-                return trainer.compute_loss(model, _inputs(trainer, whole, sharded), num_items_in_batch=items)
+                return trainer.compute_loss(model, _inputs(trainer, sharded), num_items_in_batch=items)
 
     kind, own = type(trainer), program_methods.set_on(trainer, "compute_loss")
     functions = (kind.compute_loss, own, trainer.compute_loss_func)
@@ -113,7 +113,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
 
 @contextmanager
-def _step(trainer: Any, model: nn.Module, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
+def _step(trainer: Any, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
     with sharded, inputs_handed_on(trainer, local):
         yield sharded
 

@@ -47,9 +47,7 @@ def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None
         with deferring_cp_checks(self.model):
             original(self)
         accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
-        accelerate.decide_by_models(
-            self.accelerator, self.model
-        )  # also where an Accelerator existed before the trainer
+        accelerate.decide_by_models(self.accelerator, self.model)  # an Accelerator may have existed before
         if trainer_facts.shards_batches(self):
             trainer_facts.refuse_trainer(self)
         if trainer_facts.has_ring(self):
