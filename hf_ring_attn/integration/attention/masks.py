@@ -288,9 +288,7 @@ def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:
         if has_cache and mask is None and given["config"]._attn_implementation == NAME and _has_documents(positions):
             warn(DOCUMENTS_WITH_A_CACHE)
         return
-    if given["config"]._attn_implementation != NAME:
-        return
-    if context.before_text:
+    if given["config"]._attn_implementation != NAME or context.before_text:
         return
     embeddings = given.get("inputs_embeds")
     if embeddings is None or embeddings.shape[1] == context.layout.local_length:  # else they are refused themselves

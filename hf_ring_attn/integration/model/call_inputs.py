@@ -35,6 +35,7 @@ SELECTING = ("logits_to_keep", "num_logits_to_keep")
 CACHED = "a cache would hold this rank's tokens only; leave use_cache=False, as sharded.inputs has it"
 _OF_SHARE = "_hf_ring_attn_share"
 """Marks caches that a model returned in a ring. An attribute, since a copy of the cache must have it, too."""
+_CALLED = "was called in a ring with"
 _SELECTS = "each rank would select from its own tokens. Leave it out, and select from sharded.gather(out.logits)"
 
 
@@ -137,15 +138,8 @@ def _refuse_others(model: nn.Module, given: Mapping[str, Any], context: BatchCon
     Args:
         given: the arguments by name. has_loss: the model returned a loss.
     """
+    _refuse_options(model, given, has_loss and context.facts.has_labels and not context.whole_head)
     names = _accepted(model, context)
-    for name in SELECTING:
-        if isinstance(x := given.get(name), Tensor) or x:
-            raise errors.UnsupportedArgument(name_of(model), name, _SELECTS, "was called in a ring with")
-    if given.get("use_cache"):
-        raise errors.UnsupportedArgument(name_of(model), "use_cache=True", CACHED, "was called in a ring with")
-    ignored = given.get("ignore_index")
-    if has_loss and context.facts.has_labels and not context.whole_head and ignored not in (None, IGNORED):
-        raise errors.OtherIgnoreIndex(f"{name_of(model)} was called in a ring with", ignored)
     counts = {name for name in LOSS_INPUTS[:2] if given.get(name) is not None}
     counted = LOSS_INPUTS[1:] if "labels" in counts else LOSS_INPUTS[2:] if counts and has_loss else ()
     needed = {*PLACES, *counted}
@@ -172,6 +166,18 @@ def _refuse_others(model: nn.Module, given: Mapping[str, Any], context: BatchCon
         refusal = errors.OtherInputs(name_of(model), [], other) if other else None
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("cpu"))
         context.ring.agree({}, context.ring.small_device(device), failure=refusal, doing="compared inputs of a call")
+
+
+def _refuse_options(model: nn.Module, given: Mapping[str, Any], shares_loss: bool) -> None:
+    """Refuses a call of ``model`` with options that a ring does not have. ``shares_loss``: ranks share its loss."""
+    for name in SELECTING:
+        if isinstance(x := given.get(name), Tensor) or x:
+            raise errors.UnsupportedArgument(name_of(model), name, _SELECTS, _CALLED)
+    if given.get("use_cache"):
+        raise errors.UnsupportedArgument(name_of(model), "use_cache=True", CACHED, _CALLED)
+    ignored = given.get("ignore_index")
+    if shares_loss and ignored not in (None, IGNORED):
+        raise errors.OtherIgnoreIndex(f"{name_of(model)} {_CALLED}", ignored)
 
 
 def _has_loss(output: Any) -> bool:

@@ -31,6 +31,7 @@ from .call_inputs import CACHED
 
 PER_TOKEN = {*TOKENS, "visual_pos_masks", "per_layer_inputs"}
 """The inputs [B, S, ...] of a text model that are sharded along the row."""
+_OF_IMAGES = "deepstack_visual_embeds"
 _CALLED = "was called with"
 _ALONE = "train this model without a ring, or its text model alone"
 
@@ -117,24 +118,25 @@ def local_inputs(text: nn.Module, named: dict[str, Any], context: BatchContext) 
     context.learn(max_position=int(positions.max()))
 
     local: dict[str, Any] = {"attention_mask": mask, "position_ids": _share(layout, positions, -1), "use_cache": False}
-    for name, x in named.items():
-        if name in local or name == "deepstack_visual_embeds":
-            continue
-        of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == (rows, length)
-        if (name in PER_TOKEN and x is not None) or (of_tokens and context.whole_head and name not in LOSS_INPUTS):
-            local[name] = _share(layout, x, 1, padding_of(name, x))
-        elif name in LOSS_INPUTS:  # sharded before the call
-            local[name] = x
-        else:
-            for _, tensor in tensors_of(x):
-                if length in tensor.shape[context.whole_head :]:  # a head's own input has an entry a row
-                    why = f"a ring does not know how to cut {tuple(tensor.shape)}; {_ALONE}"
-                    raise errors.UnsupportedArgument(where, name, why, _CALLED)
-            local[name] = x
-    if named.get("deepstack_visual_embeds") is not None:
-        features = named["deepstack_visual_embeds"]
-        local["deepstack_visual_embeds"] = _of_images(layout, named["visual_pos_masks"], features)
+    others = {name: x for name, x in named.items() if name not in {*local, _OF_IMAGES}}
+    local |= {name: _local_input(where, name, x, (rows, length), context) for name, x in others.items()}
+    if (features := named.get(_OF_IMAGES)) is not None:
+        local[_OF_IMAGES] = _of_images(layout, named["visual_pos_masks"], features)
     return local
+
+
+def _local_input(where: str, name: str, x: Any, size: tuple[int, int], context: BatchContext) -> Any:
+    """This rank's share of an input of tokens; any other input as it is. ``size``: [B, S] of the whole rows."""
+    if name in LOSS_INPUTS:  # sharded before the call
+        return x
+    of_tokens = isinstance(x, Tensor) and tuple(x.shape[:2]) == size
+    if (name in PER_TOKEN and x is not None) or (of_tokens and context.whole_head):
+        return _share(context.layout, x, 1, padding_of(name, x))
+    for _, tensor in tensors_of(x):
+        if size[1] in tensor.shape[context.whole_head :]:  # a head's own input has an entry a row
+            why = f"a ring does not know how to cut {tuple(tensor.shape)}; {_ALONE}"
+            raise errors.UnsupportedArgument(where, name, why, _CALLED)
+    return x
 
 
 def _refuse_mask(where: str, mask: Any, rows: int, length: int) -> None:

@@ -147,16 +147,11 @@ def _replaced(module: nn.Module) -> str | None:
 
 @uncompiled(BY_HOST)
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given, recomputed = [*args, *kwargs.values()], is_recomputing()
-    if (
-        (context := _context_for_recurrence()) is not None
-        and MASK not in _forward(module).__globals__
-        and not recomputed
-    ):
+    given, recomputed, context = [*args, *kwargs.values()], is_recomputing(), _context_for_recurrence()
+    if context is not None and not recomputed and MASK not in _forward(module).__globals__:
         _mark_mask(given, context)
-    rows: RowShare | None = next(
-        (getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None
-    )
+    marked = (x for x in given if isinstance(x, Tensor) and hasattr(x, _MARK))
+    rows: RowShare | None = getattr(next(marked, None), _MARK, None)
     if rows is not None:
         module.__dict__[_RAN] = True
         if any(hasattr(x, "get_seq_length") for x in given):

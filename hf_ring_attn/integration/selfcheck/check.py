@@ -31,6 +31,7 @@ from ..context.local_batch import LocalBatch, local_batch
 from ..context.model_record import ModelRecord, SeenOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
+from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp_units
 from ..gradients.fsdp import sharding_of
 from ..gradients.replicas import SAME_WEIGHTS
@@ -307,8 +308,7 @@ class _Check(AcrossRanks):
     def _call_whole(self, row: Mapping[str, Any]) -> Any:
         """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
         alone = self._local(row, Ring(LOCAL))
-        made = {name: x for name, x in alone.inputs.items() if name in ("shift_labels", "num_items_in_batch")}
-        # some losses read these inputs
+        made = {name: x for name, x in alone.inputs.items() if name in LOSS_INPUTS[1:]}  # which some losses read
         return self.states.run(partial(self._call, {**row, **made}, alone.context), whole=True)
 
     def _call_share(self, mine: LocalBatch) -> Any:

@@ -106,22 +106,27 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, own, held in zip(modules, attributes, buffers, strict=True):
-            now = module.__dict__
-            if now.keys() != own.keys():
-                for name in [name for name, x in now.items() if name not in own and _is_state(x)]:
-                    del now[name]
-            now.update(own)
-            if module._buffers or held:
-                module._buffers.clear()
-                module._buffers.update(held)
+            _put_back(module, own, held)
         for table, known in hooks:
-            for number in [number for number in table if number not in known] if table else ():
+            for number in table.keys() - known if table else ():
                 del table[number]
         for container, content in contents:
             refill(container, content)
         for name, x, version in watched:
             if x._version != version:
                 warn(f"the self-check's row wrote to {name}, which was too large to copy and restore.")
+
+
+def _put_back(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    """Gives a module its attributes and buffers back. States that a forward has made since are deleted."""
+    now = module.__dict__
+    if now.keys() != attributes.keys():
+        for name in [name for name, x in now.items() if name not in attributes and _is_state(x)]:
+            del now[name]
+    now.update(attributes)
+    if module._buffers or buffers:
+        module._buffers.clear()
+        module._buffers.update(buffers)
 
 
 def _is_state(x: object) -> bool:
