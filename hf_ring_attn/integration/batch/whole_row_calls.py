@@ -30,7 +30,7 @@ from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
 from ..log import warn
-from ..losses import kinds, whole_heads
+from ..losses import shared_losses, whole_heads
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 from . import loss_graph
@@ -286,7 +286,7 @@ def shard_call(
         step = TrialStep(_trial_of_fused, trains, "", (name, FUSED))
         return shard_for(rows, group, options, model, False, step)
     head, labelled = whole_heads.needs_whole_rows(model, rows), rows.get("labels") is not None
-    shares = labelled and kinds.are_causal(model)
+    shares = labelled and shared_losses.are_causal(model)
     makes_logits = options.loss == "sharded" or not (shares and loss_alone)
     options = replace(options, loss="sharded" if makes_logits else "auto")
     trial = None if head or shares else TrialStep(_trial, trains, "", (name, "whole rows", labelled))

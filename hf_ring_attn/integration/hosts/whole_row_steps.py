@@ -22,7 +22,7 @@ from ..context.model_record import latest_record
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp, fsdp_units
 from ..log import warn
-from ..losses import kinds
+from ..losses import shared_losses
 from ..patching.changes import target_of
 from ..patching.modules import Replaced
 from . import own_methods, program_methods, trainer_overrides
@@ -49,7 +49,7 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     loss = options_of_batches(model).loss
     smooths = trainer.label_smoother is not None and is_a(trainer, "SFTTrainer")  # by logits, which others do not need
     has_own = program_methods.is_own(trainer, "compute_loss") and not takes_count(trainer)
-    has_own = has_own or trainer.compute_loss_func is not None or kinds.has_own_function(trainer.model)
+    has_own = has_own or trainer.compute_loss_func is not None or shared_losses.has_own_function(trainer.model)
     is_of_whole_rows = not OF_WHOLE_ROWS.isdisjoint(map(target_of, type(trainer).__mro__))
     found = _OF_WHOLE_ROWS.get(trainer, {})
     was_found = True in found or model.training in found

@@ -21,8 +21,7 @@ from ..context.model_record import ModelRecord, Visits, configured, latest_recor
 from ..gradients import fsdp
 from ..gradients import hooks as gradient_hooks
 from ..log import warn
-from ..losses import kinds as loss_kinds
-from ..losses import whole_heads
+from ..losses import shared_losses, whole_heads
 from ..memory import checkpointing, mlp_chunks
 from . import (
     adapters,
@@ -60,7 +59,7 @@ class Support:
 ONCE = Support(
     (
         fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
-        adapters.unsupported, quantized.unsupported, loss_kinds.unsupported, mlp_chunks.unsupported,
+        adapters.unsupported, quantized.unsupported, shared_losses.unsupported, mlp_chunks.unsupported,
         checkpointing.unsupported, gradient_hooks.unsupported,
     ),
     (
@@ -72,7 +71,7 @@ ONCE = Support(
 
 EACH_BATCH = Support(
     (training_mode.unsupported, multimodal.unsupported),
-    (loss_kinds.refuse_unshared, whole_heads.prepare, checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
+    (shared_losses.refuse_unshared, whole_heads.prepare, checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
 )
 """Called for every batch: a mode, a rate or a loss changes without a change of structure."""
 
@@ -85,7 +84,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     """Binds an outermost model to a batch: refuses it with every reason, or prepares it.
 
     Raises:
-        UnsupportedModel. LossNotSharded: see `losses.kinds`.
+        UnsupportedModel. LossNotSharded: see `losses.shared_losses`.
     """
     log, facts = context.log, context.facts
     record, visits = latest_record(model), context.state(Visits)
