@@ -105,10 +105,9 @@ def sharded_calls(trainer: Any, model: nn.Module, is_whole: bool = False, inside
 
 
 NEEDS_WHOLE_ROWS = (
-    errors.GradientDiffers, errors.LayerWithoutSpec, errors.LossNotSharded, errors.MeanOfOneRank, errors.OtherInputs,
-    errors.PaddingInLoss, errors.PooledLoss, errors.PooledOnOneRank, errors.PooledOutput, errors.RanksDiffer,
-    errors.RefusedElsewhere, errors.SelfCheckFailed, errors.SelfCheckNotRun, errors.SelfCheckRaised,
-    errors.ShiftedByHand, errors.UnknownOutput, errors.UnshardedInput,
+    errors.GradientDiffers, errors.LayerWithoutSpec, errors.LossNotSharded, errors.OtherInputs, errors.PooledLoss,
+    errors.PooledOutput, errors.RanksDiffer, errors.RefusedElsewhere, errors.SelfCheckFailed, errors.SelfCheckNotRun,
+    errors.SelfCheckRaised, errors.ShiftedByHand, errors.UnknownOutput, errors.UnshardedInput,
 )  # fmt: skip
 """Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
 
