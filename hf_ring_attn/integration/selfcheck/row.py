@@ -171,13 +171,9 @@ class Sample:
         random = words[torch.randint(len(words), (rows, count), generator=generator)]
         one_rank = torch.isin(torch.arange(count), Layout(count, world_size, 1).positions())
         if ids is not None:
-            same = random[:1, :1].clone()
+            written = torch.where(one_rank & repeats, random[:1, :1], random)
             if of_batch and len(own := self._own_words(words, configs)):
-                added, rest, places = own[-ADDED:].flip(0), own[:-ADDED], int((~one_rank).sum())
-                for words_of_row in random:
-                    ordered = torch.cat([added, rest[torch.randperm(len(rest), generator=generator)]])
-                    words_of_row[~one_rank] = ordered[torch.arange(places) % len(ordered)]
-            written = torch.where(one_rank & repeats, same, random)
+                written[:, ~one_rank] = _in_turn(own, rows, int((~one_rank).sum()), generator)
             row["input_ids"] = written.to(device=device, dtype=ids.dtype)
         if self.first is not None:
             row["position_ids"] = torch.arange(self.first, self.first + count, device=device).expand(rows, -1)
@@ -234,6 +230,13 @@ class Sample:
         ignored = torch.rand(mask.shape, generator=generator) < 0.5
         ignored[:, -1] = False
         return {"labels": chosen.masked_fill(ignored | (mask == 0), IGNORED).to(self.labels.device)}
+
+
+def _in_turn(words: Tensor, rows: int, places: int, generator: torch.Generator) -> Tensor:
+    """[rows, places] of ascending words: the highest first, then the others in a random order, and so on."""
+    added, rest = words[-ADDED:].flip(0), words[:-ADDED]
+    shuffled = [torch.cat([added, rest[torch.randperm(len(rest), generator=generator)]]) for _ in range(rows)]
+    return torch.stack(shuffled)[:, torch.arange(places) % len(words)]
 
 
 def _first_entries(x: Any, of: int, rows: int) -> Any:
