@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ... import errors
 from ..patching.changes import installed
 
 HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
@@ -39,6 +40,12 @@ def set_on(one: Any, method: str) -> Any:
     """The method that a program set on an object itself; None if it set none."""
     found = vars(one).get(method)
     return found.replaced if _is_ours(found) else found
+
+
+def refuse_set_on(trainer: Any, method: str) -> None:
+    """Raises UnknownTrainer if the program set a method on a trainer itself."""
+    if set_on(trainer, method) is not None:
+        raise errors.UnknownTrainer(type(trainer).__name__, f"the trainer's own {method}")
 
 
 def stands_in(one: Any, method: str) -> bool:

@@ -15,13 +15,12 @@ from typing import Any
 import accelerate.utils
 from accelerate.utils import operations, send_to_device
 
-from ... import errors
 from ..context import ring_random
 from ..context.mesh import ring_of_process
 from ..patching.changes import has_patch
 from ..patching.modules import Replaced
 from . import rings_as_processes as rings
-from .program_methods import Given, Named, set_on, stand_in
+from .program_methods import Given, Named, refuse_set_on, stand_in
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"gather": rings.gather, "gather_object": rings.gather_object}
 
@@ -32,11 +31,9 @@ def wrap_overrides(trainer: Any, methods: tuple[str, ...]) -> None:
     Raises:
         UnknownTrainer: a method was set on the trainer itself.
     """
-    kind = type(trainer)
     for method in methods:
-        if set_on(trainer, method) is not None:
-            raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
-        if _overrides(kind, method):
+        refuse_set_on(trainer, method)
+        if _overrides(type(trainer), method):
             stand_in(trainer, method, functools.partial(_once_for_each_ring, method))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -33,11 +33,9 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        context, group = batch_context.current(), trainer_facts.group_of(self)
+        context = batch_context.current()
         if context is None:
-            if group is None:
-                return original(self, model, inputs, return_outputs, num_items_in_batch)
-            with rings_as_processes(self):
+            with rings_as_processes(self) if trainer_facts.has_ring(self) else nullcontext():
                 return original(self, model, inputs, return_outputs, num_items_in_batch)
         trainer_facts.refuse_past_fused_head(self)
         one_mean = not self.model.training  # in training all batches of a step have one mean

@@ -18,7 +18,7 @@ from ... import errors
 from ..context.introspect import unwrapped
 from ..context.tracked_input import version_of
 from ..patching.changes import Patch, has_patch, target_of
-from .program_methods import Given, Named, owner_of, set_on, stand_in, stands_in
+from .program_methods import Given, Named, owner_of, refuse_set_on, stand_in, stands_in
 
 OF_WHOLE_ROWS = {
     "trl.experimental.orpo.orpo_trainer:ORPOTrainer", "trl.experimental.cpo.cpo_trainer:CPOTrainer",
@@ -52,8 +52,7 @@ def refuse_unknown(trainer: Any, methods: Sequence[str] = COUNTS) -> None:
     if getattr(trainer, "ring_fp32_exact", False):
         return
     for method in methods:
-        if set_on(trainer, method) is not None:
-            raise errors.UnknownTrainer(kind.__name__, f"the trainer's own {method}")
+        refuse_set_on(trainer, method)
         place = owner_of(kind, method)
         assert place is not None
         if getattr(kind, method) is not getattr(Trainer, method, None) and not has_patch(place, method):
@@ -111,8 +110,7 @@ def check_override(trainer: Any, shards: Callable[[Any], bool]) -> None:
     """
     if stands_in(trainer, PREPARE) or _is_exact(trainer):
         return
-    if set_on(trainer, PREPARE) is not None:
-        raise errors.UnknownTrainer(type(trainer).__name__, f"the trainer's own {PREPARE}")
+    refuse_set_on(trainer, PREPARE)
     _CHECKED[trainer] = _CheckedOverride(shards)
     stand_in(trainer, PREPARE, _CHECKED[trainer])
 

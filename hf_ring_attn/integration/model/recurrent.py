@@ -166,7 +166,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     RUNNING.append((module, rows))
 
 
-def _mark_mask(given: list[Any], context: batch_context.BatchContext) -> None:
+def _mark_mask(given: list[Any], context: BatchContext) -> None:
     """Marks the padding mask of a model without attention, whose layers get this rank's share of it unchanged."""
     mask = next((x for x in given if isinstance(x, Tensor) and x.shape == context.local_shape), None)
     if mask is not None:
@@ -179,7 +179,7 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
         RUNNING.pop()
 
 
-def _context_for_recurrence() -> batch_context.BatchContext | None:
+def _context_for_recurrence() -> BatchContext | None:
     """The sharded batch in which such layers need help: in a ring, or with several documents in a row."""
     context = batch_context.current()
     if context is None or context.before_text or (context.ring.size == 1 and context.facts.documents is None):
