@@ -25,7 +25,7 @@ from ...sharding.mask import Band, Mask, Term, Terms, both
 from ...sharding.plan import Plan
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context, model_record
-from ..context.batch_context import MaskSpec
+from ..context.batch_context import BatchContext, MaskSpec
 from ..context.introspect import CACHES, NAME
 from ..context.mask_functions import MaskExpr, SameGroup, parts_of, recognise, terms_of
 from ..context.model_record import latest_record
@@ -88,13 +88,13 @@ class _Bands(set[Band]):
     """The bands of masks that compilers found in a model."""
 
 
-def prepare_masks(model: nn.Module, context: batch_context.BatchContext) -> None:
+def prepare_masks(model: nn.Module, context: BatchContext) -> None:
     """Prepares the masks that a compiled ``model`` will look up; does nothing for others."""
     for band in sorted(latest_record(model).state(_Bands)):
         _prepare_mask(context, band)
 
 
-def _prepare_mask(context: batch_context.BatchContext, band: Band) -> bool:
+def _prepare_mask(context: BatchContext, band: Band) -> bool:
     try:
         setattr(context.compiled_masks, _name(band), _of_shard(context, band, context.facts.rows))
     except errors.Refused:  # then the model asks for it outside its graph, and gets the error
@@ -140,7 +140,7 @@ def _ring_mask(
     return _of_shard(context, recognise(mask_function), batch_size)
 
 
-def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
+def _of_shard(context: BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
     context.admit()
     spec = context.spec(seen, batch, functools.partial(_spec, context))
     if spec.seen is not seen:  # made for an equal expression, perhaps of other blocks
@@ -150,7 +150,7 @@ def _of_shard(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -
     return spec
 
 
-def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
+def _spec(context: BatchContext, seen: MaskExpr, batch: int) -> MaskSpec:
     """The spec of a shard, made from the whole batch: masking_utils' closures hold one rank's shard only."""
     facts = context.facts
     if batch != facts.rows and (facts.documents is not None or facts.hidden is not None):  # each row twice, for example
@@ -169,7 +169,7 @@ def _spec(context: batch_context.BatchContext, seen: MaskExpr, batch: int) -> Ma
     return MaskSpec(_plan(context.ring.name, context.layout, mask), context.layout, mask, seen, context.config, context)
 
 
-def _blocks(context: batch_context.BatchContext, part: SameGroup, batch: int) -> Terms:
+def _blocks(context: BatchContext, part: SameGroup, batch: int) -> Terms:
     """Terms of the batch's blocks, of which a model must have this rank's.
 
     Raises:
@@ -207,7 +207,7 @@ def _plan(ring: str, layout: Layout, mask: Mask) -> Plan:
 
 
 def _spec_of_whole_rows(
-    layout: Layout, context: batch_context.BatchContext | None, batch: int, mask_function: Callable[..., Any],
+    layout: Layout, context: BatchContext | None, batch: int, mask_function: Callable[..., Any],
     attention_mask: Tensor | None, config: Any, device: torch.device | None = None,
 ) -> MaskSpec:  # fmt: skip
     """The spec of a call with whole rows: documents and padding come from this call alone.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...sharding.layout import Layout
-from ..context import batch_context, introspect
+from ..context import introspect
+from ..context.batch_context import BatchContext
 from ..context.introspect import TOKENS
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, WholeBatch
@@ -72,7 +73,7 @@ class Sample:
     named_only: bool = False
 
     @classmethod
-    def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: batch_context.BatchContext) -> Sample | None:
+    def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: BatchContext) -> Sample | None:
         """Reads a user's batch; None if there is no self-check."""
         length, hidden = context.layout.length, context.facts.hidden
         if context.ring.size == 1 or not context.config.self_check or not length:
