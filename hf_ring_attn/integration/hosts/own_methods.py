@@ -5,7 +5,7 @@ calls is sharded before.
 
 Multiply a loss of one rank's tokens by the number of processes, since gradients are averaged, and a loss of whole rows
 by the number of rings. So methods of whole rows have an accelerator that counts rings. Counts of tokens are those of
-one process, but in a loss of one rank's tokens (`OF_RANK`).
+one process, but in a loss of one rank's tokens (`LOSS_OF_RANK`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .program_methods import Given, Named, is_own, stand_in
 from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
 from .trainer_overrides import SHARDS_CALLS
 
-OF_RANK = "_hf_ring_attn_of_rank"
+LOSS_OF_RANK = "_hf_ring_attn_loss_of_rank"
 """The attribute of a trainer in a loss of the program's own of a rank's tokens. There a count of tokens that is not
 averaged over devices is a rank's part, so that the mean of the ranks' losses is the loss of their ring."""
 COUNT = "num_items_in_batch"
@@ -42,7 +42,7 @@ _steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
 def as_ranks(trainer: Any) -> Iterator[None]:
     """Restores the numbers of processes and of tokens for a host's method that one of the program's calls."""
     with processes_counted(trainer), ExitStack() as stack:
-        for name in (OF_RANK, SHARDS_CALLS):
+        for name in (LOSS_OF_RANK, SHARDS_CALLS):
             if name in vars(trainer):
                 stack.callback(vars(trainer).__setitem__, name, vars(trainer).pop(name))
         yield
@@ -91,7 +91,7 @@ def _compute_loss(trainer: Any, method: Callable[..., Any], given: Given, named:
             if context is None or trainer.args.average_tokens_across_devices:  # then the count is of all processes
                 return method(*given, **named)
             given, named = _of_rank(method, given, named, context.ring.size)
-            with Replaced(trainer, OF_RANK, True):
+            with Replaced(trainer, LOSS_OF_RANK, True):
                 return method(*given, **named)
         except errors.Refused as error:
             error.in_loss = True

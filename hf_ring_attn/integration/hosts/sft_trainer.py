@@ -39,7 +39,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, model, inputs, return_outputs, num_items_in_batch)
         trainer_facts.refuse_past_fused_head(self)
         one_mean = not self.model.training  # in training all batches of a step have one mean
-        is_part = own_methods.OF_RANK in vars(self)
+        is_part = own_methods.LOSS_OF_RANK in vars(self)
         made = {**context.state(MadeInputs), **inputs}
         if num_items_in_batch is None and (count := made.get("num_items_in_batch")) is not None:
             # For a model with accepts_loss_kwargs=False, and for a subclass that leaves the count out: SFTTrainer would

@@ -175,7 +175,7 @@ def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             count = original(self, samples, device)
         if averaged:
             return count
-        is_part = isinstance(count, Tensor) and own_methods.OF_RANK in vars(self)
+        is_part = isinstance(count, Tensor) and own_methods.LOSS_OF_RANK in vars(self)
         return count / group.size() if is_part else count
 
     return _get_num_items_in_batch
@@ -190,7 +190,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         num_items_in_batch: Any = None,
     ) -> Any:
         context, group = batch_context.current(), group_of(self)
-        shards_calls, is_part = (name in vars(self) for name in (trainer_overrides.SHARDS_CALLS, own_methods.OF_RANK))
+        shards_calls, is_part = trainer_overrides.SHARDS_CALLS in vars(self), own_methods.LOSS_OF_RANK in vars(self)
         by_model = self.compute_loss_func is None and self.label_smoother is None
         reads_loss = shards_calls and context is None and by_model and not return_outputs
         compute = functools.partial(_loss_alone, original) if reads_loss else original

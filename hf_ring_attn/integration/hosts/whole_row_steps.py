@@ -51,9 +51,9 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     has_own = program_methods.is_own(trainer, "compute_loss") and not takes_count(trainer)
     has_own = has_own or trainer.compute_loss_func is not None or shared_losses.has_own_function(trainer.model)
     is_of_whole_rows = not OF_WHOLE_ROWS.isdisjoint(map(target_of, type(trainer).__mro__))
-    found = _OF_WHOLE_ROWS.get(trainer, {})
-    was_found = True in found or model.training in found
-    if loss == "gathered" or is_of_whole_rows or was_found or not isinstance(whole, Mapping):
+    refused = _REFUSED_LOSSES.get(trainer, {})
+    was_refused = True in refused or model.training in refused
+    if loss == "gathered" or is_of_whole_rows or was_refused or not isinstance(whole, Mapping):
         return True
     if own_methods.steps_by_itself(trainer):  # an evaluation
         return not gives_whole_rows(trainer)
@@ -85,7 +85,7 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
         with inputs_handed_on(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
             yield
     except KeyError as missing:
-        refused = _OF_WHOLE_ROWS.get(trainer, {}).get(model.training)
+        refused = _REFUSED_LOSSES.get(trainer, {}).get(model.training)
         if refused is not None and missing.args[0] in LOSS_INPUTS:  # the program's loss is one for a ring
             raise refused from missing
         raise
@@ -111,11 +111,11 @@ NEEDS_WHOLE_ROWS = (
 )  # fmt: skip
 """Errors, raised on every rank, of a loss that a rank cannot compute from its tokens."""
 
-OF_A_RANK = (errors.LayerWithoutSpec, errors.OtherInputs, errors.SelfCheckRaised, errors.UnshardedInput)
+RAISED_ALONE = (errors.LayerWithoutSpec, errors.OtherInputs, errors.SelfCheckRaised, errors.UnshardedInput)
 """Those that one rank may raise alone, inside a forward in which the others wait for it."""
 
-_OF_WHOLE_ROWS: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
-"""Trainers whose loss needs whole rows, as a self-check found: what it raised in training (True), in evaluation."""
+_REFUSED_LOSSES: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
+"""Trainers whose loss needs whole rows: what refused that of a rank's tokens in training (True), in evaluation."""
 
 
 def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> None:
@@ -132,7 +132,7 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     if not _all_raised(trainer, model, error) or (fsdp.is_sharded(model) and not fsdp_units.end_forward(model)):
         raise error
     when = "trains" if model.training else "evaluates"
-    _OF_WHOLE_ROWS.setdefault(trainer, {})[model.training] = error
+    _REFUSED_LOSSES.setdefault(trainer, {})[model.training] = error
     one: BaseException | None = error
     while one is not None:  # its frames hold the trainer, which would never be freed
         one.__traceback__, one = None, one.__cause__ or one.__context__
@@ -141,7 +141,7 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
 
 def _all_raised(trainer: Any, model: nn.Module, error: errors.Refused) -> bool:
     """Returns True if all ranks raised such an error, so that the next message finds none of them in a forward."""
-    if error.everywhere or not isinstance(error, OF_A_RANK):
+    if error.everywhere or not isinstance(error, RAISED_ALONE):
         return True
     rings = find_ring(group_of(trainer)), fsdp.sharding_of(latest_record(model))
     return all(all_come(ring) for ring in rings if ring is not None)
