@@ -200,7 +200,7 @@ class Binding:
         inner, context = introspect.inside(module), self.context
         if context.text is not None or any(introspect.inside(model) is inner for model in context.log.models):
             return False
-        return _takes_tokens(inner)
+        return _reads_text(inner)
 
     def _is_no_model(self, module: nn.Module) -> bool:
         """Returns True for a module around a named model, and for one beside a host's, whose own loss was tried."""
@@ -214,7 +214,7 @@ class Binding:
         """Returns True for embeddings or a tower that are called before any model: of whole rows, on every rank."""
         context = self.context
         is_first = not [*context.log.models] and context.before_text and not context.whole_head
-        return is_first and not _takes_tokens(module)
+        return is_first and not _reads_text(module)
 
     def _bind_running(self, module: nn.Module) -> bool:
         """Admits a model that begins to run. Returns True if all modules that it calls are known."""
@@ -237,7 +237,7 @@ class Binding:
             self.watch_all()
 
 
-def _takes_tokens(module: nn.Module) -> bool:
+def _reads_text(module: nn.Module) -> bool:
     """Returns True if the transformers model that ``module`` is, or holds, reads text."""
     model = next((one for one in introspect.modules_of(module) if isinstance(one, PreTrainedModel)), None)
     names = set() if model is None else {*introspect.parameters_of(model)}

@@ -34,7 +34,11 @@ LOSSES = {"loss", "0"}
 
 @dataclass
 class Outputs:
-    """The outputs of one call on a rank: the last functions of all, and each with what it has for whole rows."""
+    """The outputs of one call.
+
+    Attributes:
+        ends: the functions that made them. made: each output of a rank's tokens, and that of whole rows.
+    """
 
     ends: list[Any] = field(default_factory=list)
     made: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -36,8 +36,8 @@ from .call_inputs import FilledIn, is_number
 
 @contextmanager
 def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> Iterator[None]:
-    """Inside, calls of ``model`` in a batch's context are as the module says, and its head makes no logits unless they
-    are read (`chunked`).
+    """Completes the inputs and the loss of calls of ``model`` inside. Its head makes logits only if they are read
+    (`chunked`).
 
     Args:
         running: the model is running already.
