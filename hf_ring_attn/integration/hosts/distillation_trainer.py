@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -115,15 +115,9 @@ def _redirected(wrapper: nn.Module, inner: nn.Module, call: Callable[[], Any], i
         return wrapper(**inputs)
 
 
-@contextmanager
-def _step(host: Any, sharded: Sharded, whole: dict[str, Any]) -> Iterator[Sharded]:
-    with sharded, trainer_facts.inputs_handed_on(host, whole):
-        yield sharded
-
-
 def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     whole = host._prepare_inputs(inputs)
-    return functools.partial(_step, host, _shard(host, model, whole), whole), whole
+    return functools.partial(trainer.sharded_step, host, _shard(host, model, whole), whole), whole
 
 
 def _score(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
@@ -150,7 +144,7 @@ def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         elif group is not None:
             with ExitStack() as stack:
                 if context is None:  # an evaluation
-                    stack.enter_context(_step(self, _shard(self, model, inputs), inputs))
+                    stack.enter_context(trainer.sharded_step(self, _shard(self, model, inputs), inputs))
                 gather = functools.partial(gather_sums_per_ring, self.accelerator)
                 stack.enter_context(Replaced(self.accelerator, "gather_for_metrics", gather))
                 stack.enter_context(Replaced(self, "_forward_redirection", _redirect_share))

@@ -77,7 +77,7 @@ def shard_inputs(
         sharded.context.log.rows_a_step = sharded.context.facts.rows * batches
     logged_numbers.compare(trainer, sharded.ring, *sharded.context.state(SentNumbers))
     local = _inputs(trainer, sharded)
-    return functools.partial(_step, trainer, sharded, local), local
+    return functools.partial(sharded_step, trainer, sharded, local), local
 
 
 def _inputs(trainer: Any, sharded: Sharded) -> dict[str, Any]:
@@ -113,8 +113,9 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
 
 @contextmanager
-def _step(trainer: Any, sharded: Sharded, local: dict[str, Any]) -> Iterator[Sharded]:
-    with sharded, inputs_handed_on(trainer, local):
+def sharded_step(trainer: Any, sharded: Sharded, inputs: dict[str, Any]) -> Iterator[Sharded]:
+    """A step of a trainer on a sharded batch, with ``inputs`` that it has prepared already."""
+    with sharded, inputs_handed_on(trainer, inputs):
         yield sharded
 
 
