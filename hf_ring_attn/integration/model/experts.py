@@ -138,10 +138,8 @@ def _in_a_ring(original: Callable[..., Any]) -> Any:
             raise errors.BadShape("router_logits", found[0], f"it must have the {len(weights)} tokens of this rank")
         experts = num_experts or gate_logits[0].shape[-1]
         context.state(AuxiliaryLoss).computed = True
-        total = balancing_loss(
-            gate_logits, experts, top_k, weights, functools.partial(sum_over_ring, ring=context.ring)
-        )
-        return total * factor
+        add_up = functools.partial(sum_over_ring, ring=context.ring)
+        return factor * balancing_loss(gate_logits, experts, top_k, weights, add_up)
 
     return load_balancing_loss_func
 

@@ -204,11 +204,8 @@ def _after(output: Any, computed: loss_function.Computed) -> Any:
 @uncompiled(_BY_HOST)
 def _uncalled(loss_function: Callable[..., Any], args: Any, given: dict[str, Any]) -> Any:
     """Computes the loss of a ``forward`` that a program called itself, past the hooks, as that of a call."""
-    context = batch_context.current()
-    if context is None or context.ring.size == 1 or context.whole_head or context.gathers_logits:
-        return loss_function(*args, **given)
-    loss = loss_function(*args, **given)
-    return of_batch(loss, context) if _is_loss(loss) else loss
+    context, loss = batch_context.current(), loss_function(*args, **given)
+    return of_batch(loss, context) if context is not None and _is_loss(loss) else loss
 
 
 def of_batch(loss: Tensor, context: BatchContext, computed: loss_function.Computed | None = None) -> Tensor:
