@@ -24,7 +24,7 @@ from ..context.introspect import is_compiled, is_unit, loss_model_of, name_of, u
 from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..gradients.backward_end import BackwardEnd
-from ..patching.modules import Replaced
+from ..patching.modules import OwnForward, Replaced
 from .lazy_logits import ChunkedLoss, Head, LazyLogits
 from .local_logits import LocalLogits, held
 from .origins import Origin
@@ -57,33 +57,26 @@ def lazy_heads(model: nn.Module, running: bool = False) -> Iterator[None]:
         yield
 
 
-class _LazyForward:
-    """A head's forward while a batch runs. ``replaced``: the one that the program set on this module, if any."""
+class _LazyForward(OwnForward):
+    """A head's forward while a batch runs."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.forward, self.replaced = module, module.forward, module.__dict__.get("forward")
-
-    def real(self, *args: Any, **kwargs: Any) -> Tensor:
-        logits: Tensor = self.forward(*args, **kwargs)
-        return logits
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, context = args[0] if len(args) == 1 and not kwargs else None, batch_context.current()
         hidden = held(given)
         if context is None or not _wants(context) or not isinstance(hidden, Tensor) or not hidden.numel():
-            return self.real(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         state = context.state(ChunkedLoss)
         # What calls the head alone may be computed again after the batch, where it gives ordinary logits.
         if not state.runs and _is_checkpointed():
             state.why = "a checkpoint calls its head"
-            return self.real(given)
+            return self.forward(given)
         if why := next(reasons(self.module), ""):
             state.why = why
-            return self.real(given)
+            return self.forward(given)
         head = Head(self.module, self.forward, hidden, state)
         if why := next(head.reasons(), ""):
             state.why = why
-            return self.real(given)
+            return self.forward(given)
         if isinstance(given, LocalLogits):  # the program calls the head
             head.origin = given.origin if hidden.requires_grad else _follow(head, given.origin.anew())
         state.losses, state.ring = 0, context.ring if context.whole_head else None
