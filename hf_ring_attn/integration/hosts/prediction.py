@@ -26,7 +26,7 @@ from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, shard_inputs
 from .trainer_facts import group_of, has_ring, shards_batches
 from .trainer_overrides import SHARDS_CALLS
-from .whole_row_steps import NEEDS_WHOLE_ROWS, calls_with_whole_rows, take_whole_rows, whole_row_step
+from .whole_row_steps import of_sharded, whole_row_step
 
 
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
@@ -54,11 +54,9 @@ def predicting(predict_in_ring: Callable[..., Any]) -> Callable[..., Any]:
 
     def step(original: Callable[..., Any], trainer: Any, model: nn.Module, inputs: dict[str, Any], *given: Any) -> Any:
         whole = trainer._prepare_inputs(inputs)
-        if not calls_with_whole_rows(trainer, model, whole):
-            try:
-                return predict_in_ring(trainer, model, whole, *given)
-            except NEEDS_WHOLE_ROWS as error:
-                take_whole_rows(trainer, model, error)
+        predicted = of_sharded(trainer, model, whole, lambda: predict_in_ring(trainer, model, whole, *given))
+        if predicted is not None:
+            return predicted
         with whole_row_step(trainer, model, whole):
             return original(trainer, model, whole, *given)
 

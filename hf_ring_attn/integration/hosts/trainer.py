@@ -36,7 +36,7 @@ from .trainer_facts import (
     refuse_trainer,
     shards_batches,
 )
-from .whole_row_steps import NEEDS_WHOLE_ROWS, calls_with_whole_rows, sharded_calls, take_whole_rows, whole_row_step
+from .whole_row_steps import NEEDS_WHOLE_ROWS, of_sharded, sharded_calls, take_whole_rows, whole_row_step
 
 # ---- a batch ---------------------------------------------------------------------------------------------------------
 
@@ -48,12 +48,8 @@ def count_over_all(trainer: Any, inputs: dict[str, Any]) -> Any:
 
 def _prepare_inputs(trainer: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
     whole = trainer._prepare_inputs(inputs)
-    if not calls_with_whole_rows(trainer, model, whole):
-        try:
-            return shard_inputs(trainer, model, whole, True, count_over_all)
-        except NEEDS_WHOLE_ROWS as error:
-            take_whole_rows(trainer, model, error)
-    return functools.partial(whole_row_step, trainer, model, whole), whole
+    sharded = of_sharded(trainer, model, whole, lambda: shard_inputs(trainer, model, whole, True, count_over_all))
+    return sharded or (functools.partial(whole_row_step, trainer, model, whole), whole)
 
 
 def shard_inputs(

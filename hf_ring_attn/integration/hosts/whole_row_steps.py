@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,6 +116,21 @@ RAISED_ALONE = (errors.LayerWithoutSpec, errors.OtherInputs, errors.SelfCheckRai
 
 _REFUSED_LOSSES: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
 """Trainers whose loss needs whole rows: what refused that of a rank's tokens in training (True), in evaluation."""
+
+
+def of_sharded(trainer: Any, model: nn.Module, whole: Any, compute: Callable[[], Any]) -> Any:
+    """Returns what ``compute`` makes of a sharded batch; None if the trainer's loss needs whole rows.
+
+    Raises:
+        Refused: by ``compute``, for another reason; see `take_whole_rows`.
+    """
+    if calls_with_whole_rows(trainer, model, whole):
+        return None
+    try:
+        return compute()
+    except NEEDS_WHOLE_ROWS as error:
+        take_whole_rows(trainer, model, error)
+    return None
 
 
 def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> None:
