@@ -32,7 +32,7 @@ from ..context.mesh import find_ring
 from ..context.tracked_input import TrackedInput, version_of
 from ..context.whole_batch import IGNORED
 from ..patching.compiler import uncompiled
-from ..patching.modules import attach
+from ..patching.modules import Arguments, attach
 
 prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """ring_fp32 models returned by `Accelerator.prepare`."""
@@ -166,9 +166,7 @@ class _Calls:
         self.running: tuple[nn.Module, shard.Sharded] | None = None
         self.whole_count: tuple[Any, int] | None = None
 
-    def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if self.running is not None:  # a submodule of the running model
             return None
         forward = self.accelerator.unwrap_model(module).forward

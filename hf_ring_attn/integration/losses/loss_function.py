@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ...layers.collectives import gather_sequence
 from ..context import batch_context
 from ..patching.compiler import uncompiled
-from ..patching.modules import Replaced, programs_own
+from ..patching.modules import Arguments, Replaced, programs_own
 from .changed_labels import shifted_anew
 from .local_logits import held
 
@@ -34,7 +34,7 @@ class _Loss(NamedTuple):
 
 
 @uncompiled("hf_ring_attn gathers the logits of whole rows")
-def _with_logits(*args: Any, **given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_logits(*args: Any, **given: Any) -> Arguments:
     """The arguments of a loss function, with logits [B, S, V] in place of a rank's if the batch gathers logits."""
     context = batch_context.current()
     if context is None or not context.gathers_logits:

@@ -14,7 +14,7 @@ from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.introspect import loss_model_of, name_of, parameters_of
-from ..patching.modules import attach, attached
+from ..patching.modules import Arguments, attach, attached
 
 OPTION = "skip_logits"
 """The parameter that these forwards have, and transformers' do not."""
@@ -50,9 +50,7 @@ def _unhooked(model: nn.Module) -> nn.Module | None:
     return owner if found else None
 
 
-def _ask_for_logits(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _ask_for_logits(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     if batch_context.current() is None or kwargs.get("fused_lm_head"):  # TRL's, which calls no head
         return None
     return args, {**kwargs, OPTION: False}

@@ -25,7 +25,7 @@ from ..context.introspect import TOKENS, inner_text_model
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import LOSS_INPUTS, mask_facts, padding_of, text_positions
 from ..losses import whole_heads
-from ..patching.modules import attach
+from ..patching.modules import Arguments, attach
 from . import structure
 from .call_inputs import CACHED
 
@@ -55,9 +55,6 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
             whole_heads.prepare_pooler(text)
 
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 def _context_of(module: Any) -> BatchContext | None:
     """The active batch that is sharded at the input of this text model."""
     context = batch_context.current()
@@ -65,7 +62,7 @@ def _context_of(module: Any) -> BatchContext | None:
     return context if known else None
 
 
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     context = _context_of(module)
     if context is None or context.text is None:
         return None

@@ -30,7 +30,7 @@ from ..losses import loss_function
 from ..losses.changed_labels import shifted_anew
 from ..losses.chunked import lazy_heads
 from ..patching.compiler import uncompiled
-from ..patching.modules import Replaced
+from ..patching.modules import Arguments, Replaced
 from .call_inputs import FilledIn, is_number
 
 
@@ -126,7 +126,7 @@ _BY_HOST = "hf_ring_attn completes the inputs of a model's call, and its loss"
 
 
 @uncompiled(_BY_HOST)
-def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> Arguments | None:
     """Adds the inputs that `shard` made and this call leaves out."""
     context = batch_context.current()
     made = None if context is None or context.ring.size == 1 else context.state(MadeInputs)
@@ -142,7 +142,7 @@ def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, d
     return args, {**given, **{name: made[name] for name in wanted}}
 
 
-def _complete(model: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _complete(model: nn.Module, args: Any, given: dict[str, Any]) -> Arguments:
     """The inputs of a compiled model, whose loss function cannot be watched: with what belongs to its labels."""
     args, given = _fill_in(model, args, given) or (args, given)
     takes_all = {*introspect.parameters_of(model, LOSS_INPUTS)}.issuperset(LOSS_INPUTS)

@@ -21,7 +21,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext
 from ..context.tracked_input import memory_of
 from ..patching.compiler import uncompiled
-from ..patching.modules import attach
+from ..patching.modules import Arguments, attach
 
 _LONGEST = WeakIdKeyDictionary()
 """The longest position of the batch of each tensor of position_ids that a module got; None outside of a ring."""
@@ -66,9 +66,7 @@ def _remembered(module: nn.Module, position_ids: Tensor, of_batch: int | None) -
     return of_batch
 
 
-def _show_longest(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _show_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     by_name = "position_ids" in kwargs
     longest = _longest(module, kwargs["position_ids"] if by_name else args[1])
     if longest is not None or hasattr(module, _SHOWS):

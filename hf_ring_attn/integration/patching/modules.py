@@ -21,6 +21,9 @@ _PREFIX = f"_{_PACKAGE}_"
 _ATTRIBUTE = _PREFIX + "handles"
 """The attribute with the handles that stay, by key; a copy of a module has its own."""
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call, as a pre-hook with kwargs returns them."""
+
 _HOLDING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Every module that has such handles."""
 
