@@ -22,19 +22,16 @@ NAMES = ("pytorch_model.bin", "model.safetensors", "adapter_model.bin", "adapter
 """The files of which Trainer wants one."""
 
 
-def _load_best_model(original: Callable[..., None]) -> Callable[..., None]:
-    def load(self: Any) -> None:
-        original(self)
-        if not trainer_facts.has_ring(self) or self.is_fsdp_enabled:  # all ranks of FSDP read one checkpoint together
-            return
-        world, cpu = Ring.of(None), torch.device("cpu")
-        folder = Path(self.state.best_model_checkpoint)
-        found = any((folder / name).exists() for name in NAMES)
-        have = world.numbers(int(found), world.small_device(cpu), "loaded the best model")
-        if any(have) and not all(have):
-            _send(self.model, have.index(1))
-
-    return load
+def _load_best_model(original: Callable[..., None], self: Any) -> None:
+    original(self)
+    if self.is_fsdp_enabled:  # all ranks of FSDP read one checkpoint together
+        return
+    world, cpu = Ring.of(None), torch.device("cpu")
+    folder = Path(self.state.best_model_checkpoint)
+    found = any((folder / name).exists() for name in NAMES)
+    have = world.numbers(int(found), world.small_device(cpu), "loaded the best model")
+    if any(have) and not all(have):
+        _send(self.model, have.index(1))
 
 
 def _send(model: Any, rank: int) -> None:
@@ -45,4 +42,4 @@ def _send(model: Any, rank: int) -> None:
             send_to_all(x, rank)
 
 
-PATCHES = (Patch(f"{trainer.TRAINER}._load_best_model", "(self)", _load_best_model),)
+PATCHES = (Patch(f"{trainer.TRAINER}._load_best_model", "(self)", trainer_facts.in_rings(_load_best_model)),)

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-
 from ..context import ring_random
-from ..context.mesh import ring_enabled, ring_of_process
+from ..context.mesh import ring_of_process
 from ..patching.changes import Patch
 from .program_methods import HOSTS, is_own
+from .trainer_facts import in_rings
 
 
 def average_each_batch(trainer: Any) -> None:
@@ -29,14 +28,10 @@ def average_each_batch(trainer: Any) -> None:
         trainer._defer_fsdp_gradient_reduction = nullcontext  # since transformers 5.24, of models loaded sharded
 
 
-def _get_batch_samples(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        config = getattr(self.accelerator, "parallelism_config", None)
-        if ring_enabled(config) and _runs_own_code(self):
-            ring_random.follow_first_rank(ring_of_process())
-        return original(self, epoch_iterator, num_batches, device)
-
-    return get_batch_samples
+def _get_batch_samples(original: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    if _runs_own_code(self):
+        ring_random.follow_first_rank(ring_of_process())
+    return original(self, *given, **named)
 
 
 def _runs_own_code(trainer: Any) -> bool:
@@ -48,6 +43,6 @@ PATCHES = (
     Patch(
         "transformers.trainer:Trainer.get_batch_samples",
         "(self, epoch_iterator, num_batches, device)",
-        _get_batch_samples,
+        in_rings(_get_batch_samples),
     ),
 )

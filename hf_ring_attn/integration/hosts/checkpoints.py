@@ -19,8 +19,9 @@ from ... import errors
 from ...comm.ring import Ring
 from ..log import warn
 from ..patching.changes import Patch
-from . import trainer, trainer_facts
+from . import trainer
 from .rings_as_processes import processes_counted
+from .trainer_facts import in_rings, refuse_trainer
 
 STATE = "trainer_state.json"
 """The file that Trainer writes last, when every rank has saved its part of weights and optimizer."""
@@ -70,18 +71,14 @@ def checkpoint_to_resume(asked: Checkpoint, folder: str) -> Checkpoint:
     return asked
 
 
-def _train(original: Callable[..., Any]) -> Callable[..., Any]:
-    def train(
-        self: Any, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
-    ) -> Any:
-        if trainer_facts.has_ring(self):
-            trainer_facts.refuse_trainer(self)  # a copy of a trainer begins without functions for its own methods
-            if resume_from_checkpoint:
-                folder = self.args.output_dir
-                resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, folder, self.is_fsdp_enabled)
-        return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    return train
+def _train(
+    original: Callable[..., Any], self: Any, resume_from_checkpoint: Any = None, *others: Any, **named: Any
+) -> Any:
+    refuse_trainer(self)  # a copy of a trainer begins without functions for its own methods
+    if resume_from_checkpoint:
+        folder = self.args.output_dir
+        resume_from_checkpoint = _chosen_by_all(resume_from_checkpoint, folder, self.is_fsdp_enabled)
+    return original(self, resume_from_checkpoint, *others, **named)
 
 
 def _chosen_by_all(asked: Checkpoint, folder: str, by_fsdp: bool) -> Checkpoint:
@@ -174,8 +171,9 @@ CPU = torch.device("cpu")
 _AGREED = "_hf_ring_attn_saved_parts"
 """Trainer attribute, set once all ranks saved their part of this checkpoint."""
 
+_TRAIN = "(self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=)"
 PATCHES = (
-    Patch(f"{trainer.TRAINER}.train", "(self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=)", _train),
-    Patch(f"{trainer.TRAINER}._save_checkpoint", "(self, model, trial)", trainer_facts.in_rings(_save_checkpoint)),
-    Patch(f"{trainer.TRAINER}._save_rng_state", "(self, output_dir)", trainer_facts.in_rings(_save_rng_state)),
+    Patch(f"{trainer.TRAINER}.train", _TRAIN, in_rings(_train)),
+    Patch(f"{trainer.TRAINER}._save_checkpoint", "(self, model, trial)", in_rings(_save_checkpoint)),
+    Patch(f"{trainer.TRAINER}._save_rng_state", "(self, output_dir)", in_rings(_save_rng_state)),
 )

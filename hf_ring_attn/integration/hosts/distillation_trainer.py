@@ -133,25 +133,20 @@ def _score(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
-def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compute_loss(
-        self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:  # fmt: skip
-        group, context = trainer_facts.group_of(self), batch_context.current()
-        if group is not None and context is None and torch.is_grad_enabled():
-            warn(trainer.WHOLE_ROWS.format(type(self).__name__))
-        elif group is not None:
-            with ExitStack() as stack:
-                if context is None:  # an evaluation
-                    stack.enter_context(trainer.sharded_step(self, _shard(self, model, inputs), inputs))
-                gather = functools.partial(gather_sums_per_ring, self.accelerator)
-                stack.enter_context(Replaced(self.accelerator, "gather_for_metrics", gather))
-                stack.enter_context(Replaced(self, "_forward_redirection", _redirect_share))
-                return original(self, model, inputs, return_outputs, num_items_in_batch)
-        return original(self, model, inputs, return_outputs, num_items_in_batch)
-
-    return compute_loss
+def _compute_loss(
+    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any], *others: Any, **named: Any
+) -> Any:
+    context = batch_context.current()
+    if context is None and torch.is_grad_enabled():
+        warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+        return original(self, model, inputs, *others, **named)
+    with ExitStack() as stack:
+        if context is None:  # an evaluation
+            stack.enter_context(trainer.sharded_step(self, _shard(self, model, inputs), inputs))
+        gather = functools.partial(gather_sums_per_ring, self.accelerator)
+        stack.enter_context(Replaced(self.accelerator, "gather_for_metrics", gather))
+        stack.enter_context(Replaced(self, "_forward_redirection", _redirect_share))
+        return original(self, model, inputs, *others, **named)
 
 
 def _redirect_share(wrapper: nn.Module, inner: nn.Module, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -200,7 +195,7 @@ PATCHES = [
     trainer_overrides.patch_prepare(DISTILLATION, trainer_facts.has_ring, _prepare_inputs),
     Patch(f"{DISTILLATION}._generate_and_score_completions", "(self, inputs)", trainer_facts.in_rings(_score)),
     Patch(f"{DISTILLATION}._generate", "(self, prompts)", grpo_trainer.generate),
-    Patch(f"{DISTILLATION}.compute_loss", _LOSS, _compute_loss),
+    Patch(f"{DISTILLATION}.compute_loss", _LOSS, trainer_facts.in_rings(_compute_loss)),
     Patch(f"{DISTILLATION}._compute_loss", "(self, unwrapped_student, inputs, num_items_in_batch)", _compute_share),
     Patch(f"{DISTILLATION}._get_last_hidden_state", _HIDDEN, _hidden_states),
     Patch(f"{_MODULE}:gather_object", "(object)", rings.gather_object),

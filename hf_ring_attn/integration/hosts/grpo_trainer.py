@@ -86,18 +86,15 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_per_token_logps_and_entropies(self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
-        calls: Any = nullcontext()
-        if trainer_facts.has_ring(self) and trainer_overrides.SHARDS_CALLS not in vars(self):
-            if torch.is_grad_enabled():
-                warn(trainer.WHOLE_ROWS.format(type(self).__name__))
-            else:  # of the batches that TRL cuts
-                calls = whole_row_steps.sharded_calls(self, model, inside=False)
-        with calls:
-            return original(self, model, *given, **named)
-
-    return _get_per_token_logps_and_entropies
+def _log_probs(original: Callable[..., Any], self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
+    calls: Any = nullcontext()
+    if trainer_overrides.SHARDS_CALLS not in vars(self):
+        if torch.is_grad_enabled():
+            warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+        else:  # of the batches that TRL cuts
+            calls = whole_row_steps.sharded_calls(self, model, inside=False)
+    with calls:
+        return original(self, model, *given, **named)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -181,7 +178,7 @@ def _patches(kind: str) -> list[Patch]:
         Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", trainer_facts.in_rings(_score)),
         Patch(f"{kind}._generate", "(self, prompts)", generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),
-        Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, _log_probs),
+        Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, trainer_facts.in_rings(_log_probs)),
         prediction.patch_prediction(kind, _predict),
         Patch(f"{module}:gather", "(tensor)", rings.gather),
         Patch(f"{module}:gather_object", "(object)", rings.gather_object),

@@ -27,13 +27,10 @@ def _step(host: Any, model: nn.Module) -> AbstractContextManager[None]:
     return whole_row_steps.sharded_calls(host, model, inside=False)
 
 
-def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        if trainer_facts.has_ring(self) and trainer_overrides.SHARDS_CALLS not in vars(self):
-            warn(trainer.WHOLE_ROWS.format(type(self).__name__))
-        return original(self, model, inputs, return_outputs)
-
-    return _compute_loss
+def _compute_loss(original: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+    if trainer_overrides.SHARDS_CALLS not in vars(self):
+        warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+    return original(self, *given, **named)
 
 
 def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +55,7 @@ KTO = "trl.trainer.kto_trainer:KTOTrainer"
 def _patches(host: str) -> list[Patch]:
     return [
         trainer_overrides.patch_prepare(host, trainer_facts.shards_batches, _prepare_inputs),
-        Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
+        Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", trainer_facts.in_rings(_compute_loss)),
         Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
         prediction.patch_prediction(host, _predict),
     ]

@@ -31,31 +31,27 @@ _LOST = (
 )
 
 
-def _load(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _load_rng_state(self: Any, checkpoint: str | None) -> Any:
-        group = trainer_facts.group_of(self)
-        if group is None or checkpoint is None:
-            return original(self, checkpoint)
-        host, folder = self.accelerator, Path(checkpoint)
-        found = [int(match[1]) for path in folder.glob("rng_state_*.pth") if (match := _NUMBERED.match(path.name))]
-        # A node may have the files of its own processes only.
-        saved = int(host.gather(torch.tensor(1 + max(found, default=-1), device=host.device)).max())
-        if saved == host.num_processes:
-            return original(self, checkpoint)
-        rings = host.num_processes // group.size()
-        ring, rank = divmod(host.process_index, group.size())
-        size, left = divmod(max(saved, 1), rings)
-        process = ring * size + min(rank, size - 1)
-        path = folder / (f"rng_state_{process}.pth" if saved else _OF_ONE)
-        if saved == 0 and not path.is_file():  # the checkpoint has no random states (save_only_model)
-            return original(self, checkpoint)
-        if left == 0 and path.is_file():
-            _restore(path, process)
-        elif rank == 0:
-            warn(_LOST.format(folder, max(saved, 1), rings))
-        return None
-
-    return _load_rng_state
+def _load(original: Callable[..., Any], self: Any, checkpoint: str | None) -> Any:
+    if checkpoint is None:
+        return original(self, checkpoint)
+    host, folder, ring_size = self.accelerator, Path(checkpoint), trainer_facts.group_of(self).size()
+    found = [int(match[1]) for path in folder.glob("rng_state_*.pth") if (match := _NUMBERED.match(path.name))]
+    # A node may have the files of its own processes only.
+    saved = int(host.gather(torch.tensor(1 + max(found, default=-1), device=host.device)).max())
+    if saved == host.num_processes:
+        return original(self, checkpoint)
+    rings = host.num_processes // ring_size
+    ring, rank = divmod(host.process_index, ring_size)
+    size, left = divmod(max(saved, 1), rings)
+    process = ring * size + min(rank, size - 1)
+    path = folder / (f"rng_state_{process}.pth" if saved else _OF_ONE)
+    if saved == 0 and not path.is_file():  # the checkpoint has no random states (save_only_model)
+        return original(self, checkpoint)
+    if left == 0 and path.is_file():
+        _restore(path, process)
+    elif rank == 0:
+        warn(_LOST.format(folder, max(saved, 1), rings))
+    return None
 
 
 def _restore(path: Path, process: int) -> None:
@@ -71,4 +67,4 @@ def _restore(path: Path, process: int) -> None:
         torch.cuda.set_rng_state(gpus if isinstance(gpus, Tensor) else gpus[process % len(gpus)])
 
 
-PATCHES = (Patch(f"{trainer.TRAINER}._load_rng_state", "(self, checkpoint)", _load),)
+PATCHES = (Patch(f"{trainer.TRAINER}._load_rng_state", "(self, checkpoint)", trainer_facts.in_rings(_load)),)

@@ -30,6 +30,7 @@ from .trainer_facts import (
     gives_whole_rows,
     group_of,
     has_ring,
+    in_rings,
     inputs_handed_on,
     options_of_batches,
     refuse_loss,
@@ -219,33 +220,26 @@ def _loss_alone(original: Callable[..., Any], trainer: Any, *given: Any) -> Any:
         return original(trainer, *given)
 
 
-def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patches training_step to return the loss of the ring's rows on each of its ranks, as one process does.
+def _training_step(
+    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+) -> Any:
+    """The method that returns the loss of the ring's rows on each of its ranks, as one process does.
 
     Trainer adds these up, without those that are nan, and averages over ranks what it logs, but not its `train_loss`.
     """
-
-    def training_step(self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        group = group_of(self)
-        if group is None:
-            return original(self, model, inputs, num_items_in_batch)
-        step = functools.partial(
-            own_methods.hosts_step, self, functools.partial(original, self, model, inputs, num_items_in_batch)
-        )
-        is_own = program_methods.is_own(self, "compute_loss")
-        restores = [restoring(self), ring_random.restoring()] if is_own else []
-        try:
-            loss = step()
-        except NEEDS_WHOLE_ROWS as error:  # the self-check's rows had no such difference
-            if not (is_own and error.in_loss):
-                raise
-            take_whole_rows(self, model, error)
-            for restore in restores:
-                restore()
-            loss = step()
-        return Ring.of(group).mean(loss)
-
-    return training_step
+    call = functools.partial(original, self, model, inputs, num_items_in_batch)
+    is_own = program_methods.is_own(self, "compute_loss")
+    restores = [restoring(self), ring_random.restoring()] if is_own else []
+    try:
+        loss = own_methods.hosts_step(self, call)
+    except NEEDS_WHOLE_ROWS as error:  # the self-check's rows had no such difference
+        if not (is_own and error.in_loss):
+            raise
+        take_whole_rows(self, model, error)
+        for restore in restores:
+            restore()
+        loss = own_methods.hosts_step(self, call)
+    return Ring.of(group_of(self)).mean(loss)
 
 
 WHOLE_ROWS = (
@@ -262,6 +256,6 @@ PATCHES = [
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
     Patch(f"{TRAINER}._get_train_sampler", "(self, train_dataset=)", samplers.rings_balanced),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
-    Patch(f"{TRAINER}.training_step", "(self, model, inputs, num_items_in_batch=)", _training_step),
+    Patch(f"{TRAINER}.training_step", "(self, model, inputs, num_items_in_batch=)", in_rings(_training_step)),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
 ]

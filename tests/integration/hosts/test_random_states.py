@@ -47,13 +47,13 @@ def test_a_rank_reads_the_states_of_its_rings_rank(
         gather=lambda mine: torch.stack([mine, torch.tensor(saved)]),
     )  # fmt: skip
     read: list[Any] = []
-    trainers_own = random_states._load(lambda _self, _checkpoint: read.append(TRAINER_S))
     with (
         mock.patch.object(trainer_facts, "group_of", return_value=SimpleNamespace(size=lambda: size)),
         mock.patch.object(random_states, "_restore", lambda path, number: read.append((path.name, number))),
         mock.patch.object(random_states, "warn", lambda text: read.append(text)),
     ):
-        trainers_own(SimpleNamespace(accelerator=accelerator), str(tmp_path))
+        trainer = SimpleNamespace(accelerator=accelerator)
+        random_states._load(lambda _self, _checkpoint: read.append(TRAINER_S), trainer, str(tmp_path))
     if want == "lost":
         (text,) = read
         assert text.endswith(
