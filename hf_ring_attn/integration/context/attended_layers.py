@@ -31,10 +31,14 @@ class AttendedLayers(list[int]):
 
     @property
     def numbers(self) -> list[int | Any]:
-        """Two integers that a rank sends of them, for `refuse`. Compiled code notes no layers."""
+        """Two integers that this rank sends to the others, for `refuse`. Compiled code notes no layers."""
         return [0, 0] if compiled_here() else [1, number_of(str(self))]
 
     def refuse(self, ring: Ring, known: list[int], numbers: list[int]) -> None:
-        """Raises RanksDiffer, on every rank, if ranks that know their layers have others. Of all ranks' `numbers`."""
+        """Raises RanksDiffer, on every rank, if the layers of ranks that know theirs differ.
+
+        Args:
+            known, numbers: the two `numbers` of each rank.
+        """
         if len({number for is_known, number in zip(known, numbers, strict=True) if is_known}) > 1:
             raise errors.RanksDiffer("layers that attend", ring.objects(list(self)), TODO)

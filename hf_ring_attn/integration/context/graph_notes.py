@@ -36,12 +36,12 @@ def note_output(whole: Tensor, context: BatchContext) -> None:
 
 
 def call_of_attention(node: Any) -> WholeCall | None:
-    """How the batch was called in which a function of a graph is an attention; None: it is no model's attention."""
+    """The call that a function of a graph was an attention of; None: it is no model's attention."""
     call: WholeCall | None = node.metadata.get(_ATTENTION)
     return call
 
 
 def batch_of_output(node: Any) -> BatchContext | None:
-    """The batch of which a function of a graph is an output, in a loop."""
+    """The batch whose output, in a loop, a function of a graph made; None: it made none."""
     context: BatchContext | None = node.metadata.get(_OUTPUT)
     return context

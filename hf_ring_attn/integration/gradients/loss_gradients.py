@@ -136,7 +136,7 @@ def finish() -> None:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Inside, the host waits for a message alone, which began the backward, not for all of the backward."""
+    """Lets the host wait inside for a message that was sent as the backward began, not for all of the backward."""
     if device.type != "cuda":
         yield
         return

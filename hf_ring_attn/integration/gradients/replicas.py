@@ -59,7 +59,7 @@ _last: list[_Trained] = []
 
 
 def bare_of(trained: list[Any], model: nn.Module) -> list[Any]:
-    """Those of a model's trained weights whose gradients no wrapper in or around it combines over ranks."""
+    """The weights among ``trained`` whose gradients are combined over ranks by no wrapper in or around their model."""
     around = {cls.__name__ for module in unwrapped(model) for cls in type(module).__mro__}
     inside = latest_record(model).classes
     if AVERAGING.isdisjoint(around | inside):

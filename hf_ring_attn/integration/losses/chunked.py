@@ -34,7 +34,7 @@ from .whole_counts import BatchCounts
 
 @contextmanager
 def lazy_heads(model: nn.Module, running: bool = False) -> Iterator[None]:
-    """Inside, the head of ``model`` returns lazy logits where the batch that runs asks for them.
+    """Lets the head of ``model`` return lazy logits inside, if the batch that runs asks for them.
 
     Args:
         running: the model is running already.

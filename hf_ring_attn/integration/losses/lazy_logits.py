@@ -237,7 +237,7 @@ class LazyLogits(Tensor):
             return _through(self.chain, self.head.all_logits()).reshape(self.shape)
 
     def tensor(self, user: str) -> Tensor:
-        """Computes the logits as an ordinary tensor with a gradient, once, and with it all that are made of its head's.
+        """Computes the logits as an ordinary tensor with a gradient, once, and with them all others of the same head.
 
         They may share memory: a program that writes to it (in place, by .data or numpy) must not change the others.
         """

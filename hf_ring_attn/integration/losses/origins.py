@@ -184,7 +184,7 @@ class Message(
 
 
 def _as_set(found: list[Any], device: torch.device) -> tuple[int | Tensor, int | Tensor]:
-    """Their number, and a number for all of them, each once, since ranks may sum over different numbers of parts."""
+    """The number of different values, and one number for all of these: ranks may sum over other numbers of parts."""
     if not found:
         return 0, 0
     numbers = row_of(numbers_of(found), device).sort().values
@@ -194,7 +194,7 @@ def _as_set(found: list[Any], device: torch.device) -> tuple[int | Tensor, int |
 
 
 def _differ(counts: list[int], numbers: list[int]) -> bool:
-    """Returns True if the ranks that have any have other numbers."""
+    """Returns True if numbers differ among the ranks whose count is not 0."""
     return len({number for count, number in zip(counts, numbers, strict=True) if count}) > 1
 
 

@@ -88,7 +88,7 @@ def summed_by(call: Call, count: int | Tensor) -> float | Tensor:
 
 
 def divisor_of(call: Call) -> float | Tensor | None:
-    """Returns by what a function divides or multiplies tokens, or compares them, if that may be a number of tokens."""
+    """Returns what a function divides, multiplies or compares tokens by, if that may be a number of tokens."""
     if call.name.strip("_") not in BY_ONE_NUMBER or call.x.numel() <= call.share.rows:  # a sum's gradient tells
         return None
     by = call.other

@@ -29,7 +29,7 @@ class BatchCounts(NamedTuple):
 
 
 def factor_of(call: Call) -> float | Tensor | None:
-    """Returns by what a function multiplies numbers of tokens, or their sum, if it is one number."""
+    """Returns what a function multiplies numbers of tokens, or their sum, by, if it is one number."""
     name = call.name.strip("_")
     if name not in QUOTIENTS | MULTIPLES:
         return None

@@ -108,7 +108,7 @@ def _says_the_same(name: str, x: Tensor, own: Tensor, real: Tensor, context: Bat
 
 
 def refuse_cache_of_share(cache: Any) -> None:
-    """Refuses a cache that was made in a ring, outside of it."""
+    """Refuses, outside of a ring, a cache that was made in one."""
     if hasattr(cache, _OF_SHARE):
         why = "it was made in a ring, so it holds one rank's tokens; make it outside, from whole rows"
         raise errors.UnsupportedArgument("a model", "a cache", why, "was called with")
@@ -127,7 +127,7 @@ class _Accepted(dict[tuple[str, ...], list[str]]):
 
 
 def _accepted(model: nn.Module, context: BatchContext) -> list[str]:
-    """The names of arguments that a model takes, in their order, of a batch."""
+    """The names of the arguments that a model takes, in their order; the batch's, too, if it takes any."""
     asked, known = tuple(context.state(TrackedInputs)), latest_record(model).state(_Accepted)
     return known.get(asked) or known.setdefault(asked, parameters_of(model, asked))
 

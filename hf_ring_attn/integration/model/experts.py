@@ -30,7 +30,7 @@ from ..patching.compiler import uncompiled
 
 @dataclass
 class AuxiliaryLoss:
-    """Factor on the auxiliary loss that each rank returns; every rank computes all of it. ``computed``: it has."""
+    """The auxiliary loss of a batch: every rank computes all of it, times ``factor``. ``computed``: it was computed."""
 
     factor: float = 1.0
     computed: bool = False

@@ -70,7 +70,7 @@ def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _beside_text(model: nn.Module) -> Callable[[str], bool]:
-    """A function of a module's name: does it stand beside an inner text model, as a projector of images does?"""
+    """A function that tells by its name if a module stands beside an inner text model, as a projector of images."""
     text = inner_text_model(model)
     path = next((name for name, module in model.named_modules() if module is text), "")
     parent, dot, _ = path.rpartition(".")
