@@ -36,6 +36,10 @@ ANSWER = 64
 """Tokens of an answer in --trainer dpo: the prompt is the long part."""
 
 
+def layers_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model of the Hub or a folder; without it: --shape, with random weights")
@@ -60,6 +64,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--no-checkpointing", action="store_true", help="save all activations: the fastest that fits")
     parser.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None,
                         help="checkpointing keeps attention results (ring_fp32; default: if they fit)")  # fmt: skip
+    parser.add_argument("--keep-layers", type=layers_or_auto, default=0, metavar="N",
+                        help="checkpointing leaves out the last N layers; auto: as many as fit (ring_fp32)")  # fmt: skip
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
     parser.add_argument("--offload-above", type=float, metavar="GIB",
@@ -84,12 +90,14 @@ def parsed() -> argparse.Namespace:
         parser.error("TRL's trainers compute losses of their own: leave --loss out")
     if options.trainer == "dpo" and (options.full or options.compile_layers):
         parser.error("--trainer dpo: its reference is the model without LoRA: leave --full and --compile-layers out")
-    of_ring = ("save_attention", "backward", "deterministic", "loss", "mlp_tokens", "offload_above")
+    of_ring = ("save_attention", "keep_layers", "backward", "deterministic", "loss", "mlp_tokens", "offload_above")
     chosen = [f"--{name.replace('_', '-')}" for name in of_ring if getattr(options, name) != parser.get_default(name)]
     if chosen and options.implementation != "ring_fp32":
         parser.error(f"{', '.join(chosen)}: only with --implementation ring_fp32")
-    if options.no_checkpointing and (options.save_attention or options.offload_above is not None):
-        parser.error("--save-attention and --offload-above are for checkpointing: leave --no-checkpointing out")
+    checkpoints = options.save_attention or options.keep_layers or options.offload_above is not None
+    if options.no_checkpointing and checkpoints:
+        parser.error("--save-attention, --keep-layers and --offload-above are for checkpointing: leave "
+                     "--no-checkpointing out")  # fmt: skip
     if options.model is not None and (options.window or options.layers or options.qlora):
         parser.error("--window, --layers and --qlora are for a --shape, whose weights are random")
     if options.qlora and options.full:
@@ -174,7 +182,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
         ring = hf_ring_attn.RingConfig(
             save_attention="auto" if options.save_attention is None else options.save_attention,
             deterministic=options.deterministic, loss=options.loss, backward=options.backward,
-            mlp_tokens=options.mlp_tokens, offload_above=options.offload_above,
+            keep_layers=options.keep_layers, mlp_tokens=options.mlp_tokens, offload_above=options.offload_above,
         )  # fmt: skip
         hf_ring_attn.configure(model, ring)
     set_seed(1)  # LoRA's first matrix is random: alike on every rank, too

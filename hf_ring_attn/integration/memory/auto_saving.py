@@ -4,8 +4,9 @@ A batch of more tokens than all before runs without. Its step is measured: the m
 until the optimizer stepped, and the bytes that saving would have added, of all batches and models whose graphs lived at
 the same time. After the step, so that the optimizer's states exist, batches of up to that size are saved if all of it
 would have fit, and a tenth of the GPU with it; else smaller ones. Where checkpoints wait in host memory, so do results
-beyond the budget: they may take half of what is free there. Ranks exchange their sizes with the agreement on the model,
-and the smallest one decides. The bits are the same.
+beyond the budget: they may take half of what is free there. With keep_layers="auto" the last layers keep all of their
+activations, as many as fit into the rest: each takes what a recompute of a layer allocated in that step. Ranks exchange
+their numbers with the agreement on the model, and the smallest ones decide. The bits are the same.
 """
 
 from __future__ import annotations
@@ -120,15 +121,18 @@ class _Measurement:
     tokens: int = 0
     per_token: float = 0.0
     calls: int = 0
+    of_layer: float = 0.0
     peak: int = 0
     lost: int = 0
     stepped: bool = False
 
-    def look(self) -> None:
-        """Reads the peaks: the program may reset them between steps."""
+    def look(self) -> int:
+        """Reads the peaks, which the program may reset between steps; returns the bytes that are allocated."""
         memory = device_memory(self.device)
-        if memory is not None:
-            self.peak, self.lost = max(self.peak, memory.peak), max(self.lost, memory.lost)
+        if memory is None:
+            return 0
+        self.peak, self.lost = max(self.peak, memory.peak), max(self.lost, memory.lost)
+        return memory.allocated
 
 
 _OPEN: weakref.WeakSet[_Measurement] = weakref.WeakSet()
@@ -146,6 +150,7 @@ class _Unsaved:
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.size = tokens, 0
+        self.began: list[tuple[_Measurement, int]] = []
         _UNSAVED.add(self)
 
     def count(self, out: Tensor, lse: Tensor) -> None:
@@ -155,13 +160,15 @@ class _Unsaved:
     def __enter__(self) -> None:
         together = sum(one.size for one in _UNSAVED)
         for one in list(_OPEN):
-            one.look()
+            self.began.append((one, one.look()))
             one.tokens = max(one.tokens, self.tokens)
             one.per_token = max(one.per_token, together / self.tokens)
             one.calls = max(one.calls, len(_UNSAVED))
 
     def __exit__(self, *_error: object) -> None:
-        pass
+        for one, before in self.began:
+            one.of_layer = max(one.of_layer, (one.look() - before) / self.tokens)
+        self.began.clear()
 
 
 _UNSAVED: weakref.WeakSet[_Unsaved] = weakref.WeakSet()
@@ -181,11 +188,13 @@ class _Room:
         tokens: batches of up to so many tokens of a rank fit with their results. tried: the most tokens so far.
         start: the most bytes that were allocated before a batch, as far as it is known.
         batches: how many began since the last measurement ended. retries: the allocator's, when the first one began.
+        shown: the last measurement that ended, and the bytes that were free in its step.
     """
 
     def __init__(self) -> None:
         self.tokens = self.tried = self.start = self.batches = self.retries = 0
         self.measurement: _Measurement | None = None
+        self.shown: tuple[_Measurement, int] | None = None
 
     def begin(self, tokens: int, device: torch.device, memory: DeviceMemory) -> None:
         """Begins the measurement of a batch of more tokens than all before."""
@@ -221,10 +230,23 @@ class _Room:
         if one.per_token:
             held, most = one.peak + states, int((1 - LEFT_FREE) * memory.usable)
             filled = int(memory.usable / (1 + one.lost / max(1, one.peak)))  # the loss grows with what is held
-            fitting = _most(self.tried, one, min(most, filled) - held, budget)
+            free = min(most, filled) - held
+            fitting = _most(self.tried, one, free, budget)
+            self.shown = one, free
             if fitting < _most(self.tried, one, most - held, budget):
                 warn(LOST.format(one.lost / 2**30), everywhere=False)
             self.tokens = max(self.tokens, fitting)
+
+    def kept(self, tokens: int, layers: int) -> int:
+        """The most of so many layers whose activations fit beside all results, in a batch of so many tokens."""
+        if self.shown is None or not 0 < tokens <= self.tokens:
+            return 0
+        one, free = self.shown
+        of_layer = one.of_layer - one.per_token / one.calls  # the results of its own attention are among them
+        graphs = max(1.0, one.calls / layers) if layers else 1.0  # that live at once
+        if of_layer <= 0:
+            return 0
+        return max(0, min(layers, int((free - one.per_token * tokens) / (of_layer * tokens * graphs))))
 
 
 def _most(tried: int, shown: _Measurement, free: int, budget: Budget | None) -> int:
@@ -253,11 +275,13 @@ class Saving:
     Attributes:
         possible: "auto" was asked for, and the checkpoints of the model admitted last can save. on: they do.
         budget: of its checkpoints; None: all stay on the GPU.
+        layers: how many of its checkpointed layers can keep their activations. kept: how many do, the last ones.
     """
 
     def __init__(self) -> None:
         self.possible = self.on = False
         self.budget: Budget | None = None
+        self.layers = self.kept = 0
 
 
 def saves_attention(context: BatchContext) -> bool:
@@ -266,32 +290,40 @@ def saves_attention(context: BatchContext) -> bool:
     return context.state(Saving).on if chosen == "auto" else chosen
 
 
-def tokens_that_fit(record: ModelRecord, context: BatchContext, device: torch.device) -> int:
-    """The most tokens on this rank for which the results of attention fit in its memory; 0: not known.
+def offers(record: ModelRecord, context: BatchContext, device: torch.device) -> tuple[int, int]:
+    """What fits in this rank's memory: the most tokens whose results of attention do, and layers that keep all.
 
-    -1: this model cannot save, or does not train.
+    No tokens: not known yet. -1: this model cannot save, or does not train.
     """
     saving = context.state(Saving)
     if not saving.possible:
-        return -1
+        return -1, 0
     memory, tokens = device_memory(device), _tokens(context)
     if memory is None:
-        return 0
+        return 0, 0
     room = record.state(_Rooms).setdefault((context.ring.size, context.config), _Room())
     room.at_batch(memory, saving.budget)
     if tokens > room.tried:
         room.begin(tokens, device, memory)
-    return room.tokens
+    return room.tokens, room.kept(tokens, saving.layers)
 
 
-def decide_saving(context: BatchContext, offers: list[int]) -> None:
-    """Decides from all ranks' offers whether a batch saves; a model that cannot, as a teacher, leaves it as it is."""
-    if max(offers) < 0:
+def decide_saving(context: BatchContext, tokens: list[int], layers: list[int]) -> None:
+    """Decides from all ranks' offers what a batch saves; a model that cannot, as a teacher, leaves it as it is."""
+    if max(tokens) < 0:
         return
     saving = context.state(Saving)
-    saving.on = _tokens(context) <= min(offers)
+    saving.on = _tokens(context) <= min(tokens)
     if saving.on:
         context.log.features.add("attention saved")
+        keep(context, min(layers))
+
+
+def keep(context: BatchContext, layers: int) -> None:
+    """Lets the last so many checkpointed layers of a batch keep their activations."""
+    context.state(Saving).kept = layers
+    if layers:
+        context.log.features.add(f"{layers} layers kept")
 
 
 def contexts(

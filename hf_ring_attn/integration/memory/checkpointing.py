@@ -1,8 +1,9 @@
-"""Gradient checkpointing in a ring: finds each layer's checkpoint function, and adds two options to it.
+"""Gradient checkpointing in a ring: finds each layer's checkpoint function, and adds three options to it.
 
 ``save_attention``: the output and log-sum-exp of each attention are saved, B x T x H x (Dv + 1 or 2) numbers a layer,
 so that a recompute neither gathers nor attends; all else is recomputed. Only non-reentrant checkpointing can do so.
 "auto" decides for each batch (`auto_saving`).
+``keep_layers``: the last layers run without their checkpoint, so that the backward computes nothing of them again.
 ``offload_above``: inputs of layers, and their saved attention, wait in host memory (`offloading`).
 """
 
@@ -53,8 +54,10 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     saving, layers = context.state(Saving), record.state(CheckpointedLayers)
     saving.possible = possible and _save_attention(model, sites, lambda _text: None)
     layers.clear()
+    if config.keep_layers:
+        _keep_layers(modules, context, bool(wanted), record.compiled)
     if wanted and sites:
-        layers += _offload(modules, stock)
+        layers += _numbered(modules, stock)
         saving.budget = Budget((config.offload_above or 0.0) * 2**30, input_bytes(layers), len(layers))
         context.log.features.add(f"checkpoints above {config.offload_above or 0:g} GiB on the host")
     elif wanted and model.training:
@@ -128,10 +131,25 @@ def _recompute(_context: Any, _op: Any, *_args: Any, **_kwargs: Any) -> Checkpoi
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# ---- kept layers ----
+
+
+def _keep_layers(modules: list[nn.Module], context: BatchContext, offloads: bool, compiled: bool) -> None:
+    """Lets layers run without their checkpoint: those that RingConfig says, or as many as `auto_saving` decides."""
+    saving, chosen = context.state(Saving), context.config.keep_layers
+    saving.layers = 0 if offloads or compiled else len(_numbered(modules, False))
+    if isinstance(chosen, int):
+        auto_saving.keep(context, min(chosen, saving.layers))
+    if not saving.layers and torch.is_grad_enabled():
+        why = "checkpoints wait in host memory" if offloads else "layers are compiled"
+        why = why if offloads or compiled else "nothing checkpoints a layer. Set gradient_checkpointing=True"
+        warn(f"keep_layers has no effect: {why}.")
+
+
 # ---- offloading ----
 
 
-def _offload(modules: list[nn.Module], stock: bool) -> list[CheckpointedLayer]:
+def _numbered(modules: list[nn.Module], stock: bool) -> list[CheckpointedLayer]:
     """Puts `_checkpointed` around the checkpoint function of each layer; returns those that run."""
     numbered: list[CheckpointedLayer] = []
     for module, name, function in _sites(modules):
@@ -163,8 +181,11 @@ def _copies_to_host(function: Any) -> bool:
 
 
 def _checkpointed(layer: CheckpointedLayer, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a checkpoint function; in a sharded batch, what it saves may wait in host memory."""
+    """Calls a checkpoint function; in a sharded batch, what it saves may wait in host memory, or its layer is kept."""
     context = batch_context.current()
+    if context is not None and layer.is_among_last(context.state(Saving).kept):
+        run, *inputs = args
+        return run(*inputs, **kwargs)
     limit = None if context is None else context.config.offload_above
     if context is not None and limit is None and layer.stock:
         limit = 0.0

@@ -48,6 +48,10 @@ class CheckpointedLayer:
         self.per_token: dict[bool, list[float]] = {False: [], True: []}
         self.device = torch.device("cpu")
 
+    def is_among_last(self, count: int) -> bool:
+        """Returns True if at most ``count`` layers are left, this one included."""
+        return 0 < len(self.order) - self.index <= count
+
     def stays(self, size: int, limit: float, saves: bool) -> bool:
         """Returns True if this layer and all after it, each with an input of ``size`` bytes, fit in ``limit`` GiB."""
         known = max((layer.saved for layer in self.order if layer.saved is not None), default=None)

@@ -106,18 +106,18 @@ def _agree(
     agree = ring.start_agreement(
         {**facts, "structure": agreed.structure, **buffers, **drawn, **_sample(model, weights, agreed, context)},
         device, _DRIFT, refusal,
-        [ring.name not in agreed.rings, auto_saving.tokens_that_fit(record, context, computes)], doing=_DOING,
+        [ring.name not in agreed.rings, *auto_saving.offers(record, context, computes)], doing=_DOING,
     )  # fmt: skip
     if refusal is None:
         meanwhile()
     try:
-        renewed, offers = agree()
+        renewed, *offers = agree()
     except errors.RanksDiffer:  # on all ranks: find a better name than the fingerprint's
         ring.agree({**facts, **agreed.details}, device, ALIKE, doing=_DOING)
         ring.agree(buffers, device, saved_buffers.TODO, doing=_DOING)
         ring.agree(drawn, device, adapters.TODO, doing=_DOING)
         raise
-    auto_saving.decide_saving(context, offers)
+    auto_saving.decide_saving(context, *offers)
     return any(renewed) and ring.name in agreed.rings
 
 
