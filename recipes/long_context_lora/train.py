@@ -65,7 +65,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None,
                         help="checkpointing keeps attention results (ring_fp32; default: if they fit)")  # fmt: skip
     parser.add_argument("--keep-layers", type=layers_or_auto, default=0, metavar="N",
-                        help="checkpointing leaves out the last N layers; auto: as many as fit (ring_fp32)")  # fmt: skip
+                        help="the last N layers are not checkpointed; auto: as many as fit (ring_fp32)")  # fmt: skip
     parser.add_argument("--mlp-tokens", type=int, metavar="N",
                         help="MLPs and norms run over chunks of N tokens, such as 16384 (ring_fp32)")  # fmt: skip
     parser.add_argument("--offload-above", type=float, metavar="GIB",
