@@ -218,7 +218,7 @@ H100_AUTO, H100_DEFAULTS = "2026-11-27-two-h100-auto", "2026-11-27-two-h100-defa
 WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
 EXPERTS, ROWS, DPO = "2026-11-28-experts", "2026-11-28-any-loss", "2026-11-29-dpo-one-gpu"
-TWO_8K = "2026-11-29-two-gpus-8k"
+TWO_8K, KEPT = "2026-11-29-two-gpus-8k", "2026-11-29-kept-layers"
 BLOCKS = "2026-11-27-ampere-blocks"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
@@ -227,6 +227,8 @@ STEPS = [
     ("8K", "2 x H200", "compiled layers, no checkpointing", AGAIN, "ring_compiled_8K", "own_compiled_8K"),
     ("8K", "2 x H100, a slower host", "Liger, no LoRA casts, no checkpointing", H100_SHORT, "ring_fast_8K-3", "own_fast_8K-3"),
     ("32K", "2 x H200", "Liger, no LoRA casts, no checkpointing", ON_TWO, "ring_fast_32K", "own_fast_32K"),
+    ("8K", "2 x H200", '`keep_layers="auto"`, Liger, no LoRA casts', KEPT, "ring_kept_8K", "own_fused_8K"),
+    ("32K", "2 x H200", '`keep_layers="auto"`, Liger, no LoRA casts', KEPT, "ring_kept_32K", "own_fused_32K"),
     ("32K", "2 x H100", '`save_attention="auto"`, Liger, no LoRA casts', H100_DEFAULTS, "ring_auto_32K", "own_fused_32K"),
     ("32K", "2 x H200", '`save_attention="auto"`, Liger, no LoRA casts', ROWS, "ring_auto_32K", "own_fused_32K"),
     ("64K", "1 x H200", "one process, no option", ON_ONE, "plain_64K", ""),
@@ -390,6 +392,12 @@ VALUES: dict[str, Callable[[], str]] = {
     "32k_auto_gib": lambda: f"{gib(H100_DEFAULTS, 'ring_auto_32K')} GiB",
     "32k_own_fused": lambda: f"{step(H100_DEFAULTS, 'own_fused_32K')['seconds_per_step']:.2f} s",
     "32k_own_fused_gib": lambda: f"{gib(H100_DEFAULTS, 'own_fused_32K')} GiB",
+    "32k_kept": lambda: f"{step(KEPT, 'ring_kept_32K')['seconds_per_step']:.2f} s",
+    "32k_kept_gib": lambda: f"{gib(KEPT, 'ring_kept_32K')} GiB",
+    "32k_kept_own": lambda: f"{step(KEPT, 'own_fused_32K')['seconds_per_step']:.2f} s",
+    "32k_kept_own_gib": lambda: f"{gib(KEPT, 'own_fused_32K')} GiB",
+    "32k_not_kept": lambda: f"{step(KEPT, 'ring_auto_32K')['seconds_per_step']:.2f} s",
+    "32k_not_kept_gib": lambda: f"{gib(KEPT, 'ring_auto_32K')} GiB",
     "8k_own": lambda: f"{step(AGAIN, 'own_fast_8K')['seconds_per_step']:.2f} s",
     "8k_ring": lambda: f"{step(AGAIN, 'ring_fast_8K')['seconds_per_step']:.2f} s",
     "128k_auto_own": lambda: f"{seconds(H100_AUTO, 'own_sft_128K')} s",
