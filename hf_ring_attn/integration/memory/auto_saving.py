@@ -291,7 +291,7 @@ def saves_attention(context: BatchContext) -> bool:
 
 
 def offers(record: ModelRecord, context: BatchContext, device: torch.device) -> tuple[int, int]:
-    """What fits in this rank's memory: the most tokens whose results of attention do, and layers that keep all.
+    """Returns the most tokens whose results of attention fit in this rank's memory, and the most layers that are kept.
 
     No tokens: not known yet. -1: this model cannot save, or does not train.
     """
