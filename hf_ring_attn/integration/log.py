@@ -1,4 +1,4 @@
-"""The package's log lines: once each, on the first rank, visible at a terminal."""
+"""The package's log lines: once each in a trainer, on the first rank, visible at a terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger("hf_ring_attn")
 
 Lines go to the program's handlers, the root logger's too, or to stderr if no handler accepts their level.
 """
-_said: set[object] = set()
-"""Keys of the lines logged so far."""
+_said: set[tuple[object, str]] = set()
+"""Keys of the lines logged so far, and texts of the warnings."""
 
 
 class _Stderr(logging.Handler):
@@ -58,11 +58,16 @@ def quiet() -> Iterator[None]:
         _quiet -= 1
 
 
+def say_again() -> None:
+    """A run begins in this process: `say` says its lines again. A warning stays said."""
+    _said.difference_update([key for key in _said if key[1] == "info"])
+
+
 def say(text: str, key: object = None) -> None:
-    """Logs a line on the first rank of the job, once per ``key`` (default: the text)."""
-    key = (text if key is None else key, "info")
-    if not _quiet and key not in _said and world_rank() == 0:
-        _said.add(key)
+    """Logs a line on the first rank of the job, once per ``key`` (default: the text) until `say_again`."""
+    line = (text if key is None else key, "info")
+    if not _quiet and line not in _said and world_rank() == 0:
+        _said.add(line)
         _logger().info(text)
 
 

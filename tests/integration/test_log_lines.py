@@ -109,6 +109,15 @@ def test_what_was_not_said_in_quiet_may_be_said_afterwards(caplog: pytest.LogCap
     assert caplog.messages == ["a warning", "a line"]
 
 
+def test_a_new_run_says_its_lines_again_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        log.say_again()
+        for _ in range(2):
+            log.say("a line", ("a", "key"))
+            log.warn("a warning")
+    assert caplog.messages == ["a line", "a warning", "a line"]
+
+
 def test_a_test_sees_it(caplog: pytest.LogCaptureFixture) -> None:
     log.say("a line")
     assert caplog.messages == ["a line"]

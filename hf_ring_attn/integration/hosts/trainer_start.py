@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .. import log
 from ..gradients import fsdp
 from ..patching.changes import Patch, install, target_of
 from . import (
@@ -41,6 +42,7 @@ STARTS = {
 
 def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def create_accelerator_and_postprocess(self: Any) -> None:
+        log.say_again()
         names = [*map(target_of, type(self).__mro__)]
         for name in names:  # trl may have been imported after this package
             install(TRL_PATCHES.get(name, ()))
