@@ -128,6 +128,6 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 3:
+    if not 2 <= len(sys.argv) <= 3 or sys.argv[1].startswith("-"):
         sys.exit("usage: python recipes/toy.py FOLDER [MODEL_TYPE]")
     write_model(Path(sys.argv[1]), *sys.argv[2:], max_position_embeddings=2**17)

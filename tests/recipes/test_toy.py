@@ -30,6 +30,11 @@ def test_a_tiny_model_is_written_with_its_tokenizer(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.turns
-def test_without_a_folder_it_says_how_it_is_called() -> None:
-    done = toy()
+@pytest.mark.parametrize("arguments", [(), ("--help",)], ids=str)
+def test_without_a_folder_it_says_how_it_is_called(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = toy(*arguments)
     assert done.returncode == 1 and done.stderr == "usage: python recipes/toy.py FOLDER [MODEL_TYPE]\n"
+    assert not list(tmp_path.iterdir())

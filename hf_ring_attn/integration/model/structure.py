@@ -41,7 +41,7 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     if context.ring.size > 1:
         configs = list(configs_of(model))
         if configs and not uses_ring(model):
-            yield f"its attn_implementation is {configs[0]._attn_implementation!r}, not {NAME!r}"
+            yield f'its attn_implementation is {configs[0]._attn_implementation!r}; load it with "{NAME}"'
         yield from _token_reasons(model)
     if context.facts.numbered:  # also in a ring of one: `shard` numbered its rows
         yield from position_reasons(model, context.facts.hidden is not None)

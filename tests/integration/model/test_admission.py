@@ -115,7 +115,7 @@ FORWARDS = [
     Forward(why="aLoRA", change=jobs.activated_lora, text="(aLoRA) looks for its invocation tokens in each rank's"),
     Forward(why="NEFTune", change=jobs.neftune, text="scales NEFTune's noise by the local length"),
     Forward(
-        why="another attention", attention="sdpa", text="its attn_implementation is 'sdpa', not 'ring_fp32'",
+        why="another attention", attention="sdpa", text="its attn_implementation is 'sdpa'; load it with \"ring_fp32\"",
     ),
     Forward(
         why="no model of transformers", change=jobs.Linear, error="NoRingAttention",
