@@ -210,14 +210,16 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
     """
     if any(_steps_inside(wrapper, optimizer) for wrapper in list(_WRAPPED)):
         return
-    for wrapper, wrapped in list(_WRAPPED.items()):
-        if wrapped.awaits:  # a backward whose end was not seen, or none
-            _LOCAL.setdefault(wrapper, (Ring.of(wrapper.process_group), _LATE if wrapped.has_late else _UNSEEN))
-    for wrapper, (ring, todo) in list(_LOCAL.items()):
+    awaiting = {  # a backward whose end was not seen, or none
+        wrapper: (Ring.of(wrapper.process_group), _LATE if wrapped.has_late else _UNSEEN)
+        for wrapper, wrapped in _WRAPPED.items()
+        if wrapped.awaits
+    }
+    for wrapper, (ring, todo) in {**awaiting, **_LOCAL}.items():
         names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}
         mine = [x for x in optimizer_steps.weights_of(optimizer) if id(x) in names]
-        if mine:
-            del _LOCAL[wrapper]
+        if mine:  # a step of other weights sends nothing: one rank may make it alone, of a probe
+            _LOCAL.pop(wrapper, None)
             norms = {f"gradient of {names[id(x)]} (its norm)": None if x.grad is None else x.grad.norm() for x in mine}
             ring.agree(norms, ring.small_device(mine[0].device), todo, doing="compared gradients that DDP left alone")
     for wrapper, seen in list(_SEEN.items()):

@@ -230,6 +230,33 @@ def test_optimizers_that_torch_steps_before_ddp_has_averaged(ranks: Ranks) -> No
     assert [error for error, _ in ranks(2).run(weight_of_steps_by_ddp, True, True)] == ["RanksDiffer"] * 2
 
 
+def weight_beside_a_probe(in_ring: bool) -> tuple[str, Tensor]:
+    """What a loop is refused with whose first rank steps a probe between DDP's forward and backward; a weight then."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    wrapped = DistributedDataParallel(model) if in_ring else model
+    optimizer, probe = torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.Linear(2, 2)
+
+    def run() -> None:
+        for _ in range(2):
+            with hf_ring_attn.shard(tokens(23)) as sharded:
+                loss = wrapped(**sharded.inputs).loss
+            if sharded.ring.rank == 0:
+                torch.optim.SGD(probe.parameters(), lr=0.1).step()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    raised = attempt(run)
+    return "" if raised is None else raised[0], model.lm_head.weight.detach()
+
+
+def test_a_rank_may_step_other_weights_before_ddp_has_averaged(ranks: Ranks) -> None:
+    """It compared gradients of DDP's weights at its next step, alone."""
+    _, want = weight_beside_a_probe(in_ring=False)
+    for error, got in ranks(2).run(weight_beside_a_probe, True):
+        assert error == "" and relative_error(got, want) < 1e-6
+
+
 # ---- gradients that DDP was told not to average ----------------------------------------------------------------------
 
 
