@@ -43,7 +43,7 @@ class NotEntered(Refused):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what}, but the model did not run in the context of the sharded batch, so each rank attended to its own "
-            "tokens only. Call it there: `with sharded: out = model(**sharded.inputs)`."
+            "tokens only. Call it there, in the same thread: `with sharded: out = model(**sharded.inputs)`."
         )
 
 

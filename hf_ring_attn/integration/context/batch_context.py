@@ -1,11 +1,12 @@
 """The active sharded batch, and the mask that its attention layers read.
 
-The stack of active batches is process-wide, since backward runs in other threads. The `MaskSpec` has everything that a
-backward or a recompute needs, so the context may be left before backward.
+A batch is active in the thread that entered it, and in autograd's: other threads of a program may run other models
+meanwhile. The `MaskSpec` has everything that a backward or a recompute needs, so the context may be left before it.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +28,13 @@ from ...sharding.visible import bounds, by_position, visible
 from .mask_functions import MaskExpr
 from .ring_random import RingRandomness
 from .shared_kv import SharedKV
+from .threads import runs_for
 from .whole_batch import MaskFacts
 
 S = TypeVar("S")
 
-_STACK: list[BatchContext] = []
+_STACK: list[tuple[int, BatchContext]] = []
+"""Active batches, each with the thread that entered it."""
 
 LIVE: weakref.WeakSet[BatchContext] = weakref.WeakSet()
 """Every sharded batch that is still in use, entered or not."""
@@ -301,12 +304,14 @@ class BatchContext:
 
 def is_active(context: BatchContext) -> bool:
     """Returns True if ``context`` was entered, and not left."""
-    return context in _STACK
+    return any(active is context for _, active in _STACK)
 
 
 def current() -> BatchContext | None:
-    """The innermost active batch."""
-    return _STACK[-1] if _STACK else None
+    """The innermost active batch of this thread; in a thread of autograd's that of all."""
+    if torch.compiler.is_compiling():  # threads cannot be traced
+        return _STACK[-1][1] if _STACK else None
+    return next((context for thread, context in reversed(_STACK) if runs_for(thread)), None)
 
 
 @contextmanager
@@ -318,14 +323,15 @@ def activate(context: BatchContext) -> Iterator[BatchContext]:
     """
     log = context.log
     _count_attentions()
-    if context not in _STACK:
+    if not is_active(context):
         log.before, log.ran = attentions(), False
-    _STACK.append(context)
+    entry = threading.get_ident(), context
+    _STACK.append(entry)
     try:
         yield context
     finally:
         _count_attentions()
-        del _STACK[len(_STACK) - 1 - _STACK[::-1].index(context)]  # its latest entry
+        del _STACK[len(_STACK) - 1 - _STACK[::-1].index(entry)]  # its latest entry
     if log.admitted and log.attends and attentions() == log.before:
         raise errors.NoRingAttention(log.ran)
 
@@ -335,8 +341,9 @@ _counted = 0
 
 
 def _count_attentions() -> None:
-    """Counts the attentions since then for the innermost batch, and for no other."""
+    """Counts the attentions since then for the innermost batch of this thread, and for none around it."""
     global _counted
     ran, _counted = attentions() - _counted, attentions()
-    for outer in {*_STACK} - {*_STACK[-1:]}:
+    mine = [context for thread, context in _STACK if runs_for(thread)]
+    for outer in {*mine} - {*mine[-1:]}:
         outer.log.before += ran

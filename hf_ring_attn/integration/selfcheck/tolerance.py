@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ...kernels import in_score_mod
+from ..context.threads import runs_for
 
 EXACT = 1e-4
 """Relative error of a token's output in float32 (transformers computes norms and softmaxes in it for float64 models
@@ -56,8 +58,10 @@ def always_passes(gradients: int) -> list[float]:
 def outputs(see: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
     """Calls ``see`` with each floating-point tensor that a module without children returns, and takes its result."""
 
+    thread = threading.get_ident()
+
     def after(module: nn.Module, _args: Any, output: Any) -> Any:
-        if in_score_mod():  # its modules compute one score, under vmap
+        if in_score_mod() or not runs_for(thread):  # in one, modules compute one score, under vmap
             return None
         if isinstance(output, Tensor) and output.is_floating_point() and not module._modules:
             return see(output)

@@ -8,6 +8,7 @@ model's loss is tried.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from ...layers.chunked_loss import graph_nodes, graph_of_its_own
 from ..context import batch_context, introspect
 from ..context.local_batch import LocalBatch
 from ..context.program_states import TORCHS_OWN
+from ..context.threads import runs_for
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp_units, loss_gradients
 from ..log import warn
@@ -133,6 +135,7 @@ def _called_on_every_rank(model: nn.Module, local: LocalBatch) -> Iterator[None]
     ring = local.context.ring
     device = ring.small_device(next(model.parameters()).device)
     running: list[RemovableHandle] = []
+    thread = threading.get_ident()
 
     def agree(use: str) -> None:
         ring.agree({"next call of the model in the loss": use}, device, _LEFT_OUT, doing="tried its step")
@@ -141,7 +144,7 @@ def _called_on_every_rank(model: nn.Module, local: LocalBatch) -> Iterator[None]
         running.pop().remove()
 
     def before(module: nn.Module, _inputs: Any) -> None:
-        if not running and introspect.uses_ring(module):
+        if not running and runs_for(thread) and introspect.uses_ring(module):
             agree("made")
             running.append(module.register_forward_hook(after, always_call=True))
 
