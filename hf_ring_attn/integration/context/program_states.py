@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .introspect import file_of
+from .tracked_input import version_of
 
 MOST = 1 << 16
 """The most entries of a collection, and numbers of a tensor, that are restored."""
@@ -46,6 +47,19 @@ def preserved_objects(objects: Iterable[Any], modules: Iterable[nn.Module]) -> I
         with ExitStack() as all_of_them:  # if one fails, the others run
             for undo in reversed(found.undos):
                 all_of_them.callback(undo)
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Restores a module's buffers on exit. Yields a list, which has those that were written then."""
+    before = [(x, version_of(x), x.clone()) for x in module.buffers()]
+    written: list[Tensor] = []
+    yield written
+    with torch.no_grad():
+        for x, version, value in before:
+            if version_of(x) != version:
+                written.append(x)
+                x.copy_(value)
 
 
 class _Found:

@@ -30,6 +30,7 @@ from ...layers.chunked_loss import (
 )
 from ...layers.collectives import sum_over_ring
 from ..context.introspect import is_of_wrapper, is_unit
+from ..context.program_states import kept_buffers
 from ..context.tracked_input import version_of
 from ..patching.parameter_slots import slots_of, with_weights
 from .calls import Call
@@ -99,7 +100,7 @@ class Head:
         self.origin: Origin | None = None  # set once a program has the logits whose loss the self-check does not try
         self.wrapper_hooks: list[Callable[[Tensor], Any]] = []
         first, *weights = inputs = [leaf(x, x.requires_grad) for x in (self.rows[:1], *self.weights)]
-        with graph_of_its_own(torch.is_grad_enabled()):
+        with graph_of_its_own(torch.is_grad_enabled()), kept_buffers(module) as self.written:
             sample = self.logits_of(first, weights)
         self.is_alone, self.trains = other_leaf([sample], inputs) is None, sample.requires_grad
         self.sample = sample.detach()
@@ -107,6 +108,8 @@ class Head:
 
     def reasons(self) -> Iterator[str]:
         """Why gradients would be lost in chunks."""
+        if self.written:
+            yield "its head changes its buffers in each call"
         if not self.is_alone:
             yield "its head reads trained weights of other modules"
         if self.trains and self.dtype == torch.float16:  # taken in the forward, before a GradScaler has its factor

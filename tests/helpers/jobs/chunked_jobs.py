@@ -166,6 +166,11 @@ def normalized(model: Any) -> None:
     nn.utils.spectral_norm(model.lm_head)
 
 
+def normalized_in_each_call(model: Any) -> None:
+    """Gives a head whose own forward computes its weight, and writes to buffers for that."""
+    nn.utils.parametrizations.spectral_norm(model.lm_head)
+
+
 def most_values(loss: Loss) -> int:
     """The most values of any tensor that one step makes."""
     model = model_of(Step(why=""))

@@ -92,6 +92,7 @@ def test_a_head_that_fsdp2_shards_in_parts_makes_logits(ranks: Ranks) -> None:
 
 
 OTHER_WEIGHTS = "its head reads trained weights of other modules"
+BUFFERS = "its head changes its buffers in each call"
 FLOAT16 = "its logits are float16, whose gradients may overflow before the loss is scaled"
 
 
@@ -100,6 +101,7 @@ FLOAT16 = "its logits are float16, whose gradients may overflow before the loss 
     [
         (Step(why="another weight", change=jobs.reading_the_embedding), OTHER_WEIGHTS),
         (Step(why="a hook's weight", change=jobs.normalized), OTHER_WEIGHTS),
+        (Step(why="a buffer of each call", change=jobs.normalized_in_each_call), BUFFERS),
         (Step(why="float16", change=jobs.in_float32, autocast=True), FLOAT16),
     ],
     ids=lambda value: getattr(value, "why", ""),
