@@ -87,6 +87,8 @@ def ring_attention_forward(
     if dropout:
         todo = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
         _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", todo)
+    if softcap == 0:
+        _refuse(errors.UnsupportedArgument, where, f"softcap={softcap}", _NO_CAP)
     for name, why in REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             _refuse(errors.UnsupportedArgument, where, name, why)
@@ -200,6 +202,12 @@ def _shared(
     if torch.compiler.is_compiling():
         return spec.shared.traced_role(module)
     return spec.shared.store_of(module, key, value, spec.plan, dtype)
+
+
+_NO_CAP = (
+    "transformers' eager attention divides scores by it, so all tokens weigh alike and gradients are nan. For no cap "
+    "set it to None in the model's config (attn_logit_softcapping)"
+)
 
 
 _CAUSAL_OR_NOT = (

@@ -192,6 +192,7 @@ def test_documents_that_a_cache_joins_are_warned_of(case: str) -> None:
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "dropout": ({"dropout": 0.1}, "Layer called attention with dropout=0.1: it is not exact in a ring; set it to 0.0"),
+    "a cap of 0": ({"softcap": 0.0}, "softcap=0.0: transformers' eager attention divides scores by it"),
     "T5's bias": (
         {"position_bias": torch.zeros(1)}, "position_bias: a bias of S x S scores built from local lengths (T5)"
     ),
