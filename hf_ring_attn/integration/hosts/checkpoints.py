@@ -115,9 +115,12 @@ TODO = "Copy the same checkpoint to all nodes, or name one that all have by resu
 
 def _save_checkpoint(original: Callable[..., None], self: Any, model: Any, trial: Any) -> None:
     folder = _folder(self, trial, self.state.global_step)
-    if self.args.should_save:
-        (folder / STATE).unlink(missing_ok=True)
     failure: Exception | None = None
+    if self.args.should_save:
+        try:
+            (folder / STATE).unlink(missing_ok=True)
+        except OSError as error:  # raised below: Trainer exchanges numbers while it saves
+            failure = error
     vars(self).pop(_AGREED, None)
     try:
         original(self, model, trial)

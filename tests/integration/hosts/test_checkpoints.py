@@ -117,6 +117,15 @@ def test_a_full_disk_on_one_rank_stops_all(ranks: Ranks, tmp_path: Path, part: s
     assert last_complete(tmp_path) == (first, [begun])
 
 
+def test_an_old_state_that_cannot_go_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    """The first rank failed before it saved, and the others waited for it."""
+    begun = tmp_path / f"checkpoint-{BEGUN}"
+    (begun / "trainer_state.json").mkdir(parents=True)  # no file: unlinking it raises
+    for raised in ranks(2).run(attempt, train, RUN, RING, str(tmp_path)):
+        assert raised is not None and raised[0] == "CheckpointNotSaved"
+        assert f"{begun} was not saved (rank 0: " in raised[1], raised[1]
+
+
 @pytest.mark.parametrize("part", [part for part in FULL if "state" in part])
 @pytest.mark.turns
 def test_fsdp2_stops_on_all_ranks_if_the_last_parts_fail(ranks: Ranks, tmp_path: Path, part: str) -> None:
