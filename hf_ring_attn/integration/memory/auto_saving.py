@@ -238,15 +238,18 @@ class _Room:
             self.tokens = max(self.tokens, fitting)
 
     def kept(self, tokens: int, layers: int) -> int:
-        """The most of so many layers whose activations fit beside all results, in a batch of so many tokens."""
+        """The most of so many layers whose activations fit beside all results, in a batch of so many tokens.
+
+        0 in a program whose batches have several graphs at once: between them, kept activations would be taken for
+        memory of the program.
+        """
         if self.shown is None or not 0 < tokens <= self.tokens:
             return 0
         one, free = self.shown
         of_layer = one.of_layer - one.per_token / one.calls  # the results of its own attention are among them
-        graphs = max(1.0, one.calls / layers) if layers else 1.0  # that live at once
-        if of_layer <= 0:
+        if of_layer <= 0 or one.calls > layers:
             return 0
-        return max(0, min(layers, int((free - one.per_token * tokens) / (of_layer * tokens * graphs))))
+        return max(0, min(layers, int((free - one.per_token * tokens) / (of_layer * tokens))))
 
 
 def _most(tried: int, shown: _Measurement, free: int, budget: Budget | None) -> int:
@@ -316,14 +319,15 @@ def decide_saving(context: BatchContext, tokens: list[int], layers: list[int]) -
     saving.on = _tokens(context) <= min(tokens)
     if saving.on:
         context.log.features.add("attention saved")
-        keep(context, min(layers))
+        if context.config.keep_layers == "auto":
+            keep(context, min(layers))
 
 
 def keep(context: BatchContext, layers: int) -> None:
     """Lets the last so many checkpointed layers of a batch keep their activations."""
     context.state(Saving).kept = layers
     if layers:
-        context.log.features.add(f"{layers} layers kept")
+        context.log.features.add(f"{layers} layer{'s' * (layers > 1)} kept")
 
 
 def contexts(

@@ -54,7 +54,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
     saving, layers = context.state(Saving), record.state(CheckpointedLayers)
     saving.possible = possible and _save_attention(model, sites, lambda _text: None)
     layers.clear()
-    if config.keep_layers:
+    if config.keep_layers and model.training and torch.is_grad_enabled():
         _keep_layers(modules, context, bool(wanted), record.compiled)
     if wanted and sites:
         layers += _numbered(modules, stock)
@@ -140,7 +140,7 @@ def _keep_layers(modules: list[nn.Module], context: BatchContext, offloads: bool
     saving.layers = 0 if offloads or compiled else len(_numbered(modules, False))
     if isinstance(chosen, int):
         auto_saving.keep(context, min(chosen, saving.layers))
-    if not saving.layers and torch.is_grad_enabled():
+    if not saving.layers:
         why = "checkpoints wait in host memory" if offloads else "layers are compiled"
         why = why if offloads or compiled else "nothing checkpoints a layer. Set gradient_checkpointing=True"
         warn(f"keep_layers has no effect: {why}.")
