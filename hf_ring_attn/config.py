@@ -55,10 +55,9 @@ class RingConfig:
             backward neither gathers nor attends again. Needs use_reentrant=False. "auto": in a ring on GPUs, once a
             step has shown that they fit and leave a tenth of the GPU's memory free, and with ``offload_above`` half of
             the free host memory; not for compiled layers, and not with images or sound.
-        keep_layers: with activation checkpointing, keep the activations of the last so many layers, which the backward
-            then does not compute again: a step is faster by up to a fifth. "auto": as many as fit once
-            save_attention="auto" has measured a step, so that a tenth of the GPU's memory stays free. Not with
-            ``offload_above``, and not for models compiled as a whole.
+        keep_layers: with activation checkpointing, the last so many layers keep their activations, so that the backward
+            does not compute them again. "auto": once save_attention="auto" has measured a step, as many as fit and
+            leave a tenth of the GPU's memory free. Not with ``offload_above``, and not for compiled layers.
         mlp_tokens: run each MLP (experts, too) and each norm of a decoder layer over chunks of so many tokens, forward
             and backward, so that its activations exist for one chunk at a time. The backward computes each chunk once
             more, and adds the weights' gradients in float32. 16384 keeps a GPU busy. None: all tokens at once. Each

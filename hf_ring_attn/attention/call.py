@@ -67,8 +67,11 @@ class Call:
 
 
 def with_scale_above_zero(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Queries and a scale that give the same scores, for kernels: they take the largest product for the largest score,
-    and a hidden one's -inf for a score of -inf."""
+    """Returns queries and a scale above 0 that give the same scores.
+
+    Kernels need such a scale: they find the largest score by the largest product, and hide a score as a product of
+    -inf.
+    """
     if scale > 0:
         return q, scale
     return (-q, -scale) if scale else (q * 0, 1.0)

@@ -22,26 +22,22 @@ class _Meetings:
     count = 0
 
 
-def come(ring: Ring) -> str:
-    """Notes that this rank came to the next meeting of ``ring``; returns the meeting's key."""
-    if ring.size == 1:
-        return ""
-    meetings = ring.state(_Meetings)
-    meetings.count += 1
-    key = f"hf_ring_attn/meeting {meetings.count}"
-    store = distributed_c10d._get_process_group_store(ring.group)
-    if store.add(f"{key}/came", 1) == ring.size:
-        store.set(f"{key}/all", "1")
-    return key
+def meet(ring: Ring, waits: bool = True) -> bool:
+    """Comes to the next meeting of ``ring``; returns False if not all of its ranks come within `PATIENCE`.
 
-
-def all_come(ring: Ring) -> bool:
-    """Comes to the next meeting of ``ring``, and returns True if all ranks do within `PATIENCE`."""
-    key = come(ring)
+    Args:
+        waits: False for a rank that did not fail: others learn that it came, and it goes on.
+    """
     if ring.size == 1:
         return True
+    meetings, store = ring.state(_Meetings), distributed_c10d._get_process_group_store(ring.group)
+    meetings.count += 1
+    key = f"hf_ring_attn/meeting {meetings.count}"
+    if store.add(f"{key}/came", 1) == ring.size:
+        store.set(f"{key}/all", "1")
     try:
-        distributed_c10d._get_process_group_store(ring.group).wait([f"{key}/all"], PATIENCE)
+        if waits:
+            store.wait([f"{key}/all"], PATIENCE)
     except RuntimeError:  # what a store raises after this time, or when its host has gone
         return False
     return True

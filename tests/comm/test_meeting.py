@@ -16,10 +16,10 @@ from tests.helpers.checks import Ranks
 def meetings(alone: int | None) -> list[bool]:
     """Two meetings; rank ``alone`` only comes to the second one, in which its patience is short."""
     ring = Ring.of(dist.new_group())
-    found = [meeting.all_come(ring)]
+    found = [meeting.meet(ring)]
     with mock.patch.object(meeting, "PATIENCE", timedelta(seconds=0.3)):
         if alone is None or ring.rank == alone:
-            found.append(meeting.all_come(ring))
+            found.append(meeting.meet(ring))
     dist.barrier()
     return found
 
@@ -36,9 +36,8 @@ def waited_for(rank: int) -> bool:
     """One rank waits for the others, which go on at once."""
     ring = Ring.of(dist.new_group())
     if ring.rank == rank:
-        return meeting.all_come(ring)
-    meeting.come(ring)
-    return True
+        return meeting.meet(ring)
+    return meeting.meet(ring, waits=False)
 
 
 def test_ranks_that_only_come_need_not_wait(ranks: Ranks) -> None:
@@ -46,4 +45,4 @@ def test_ranks_that_only_come_need_not_wait(ranks: Ranks) -> None:
 
 
 def test_a_ring_of_one_is_complete() -> None:
-    assert meeting.all_come(Ring(LOCAL))
+    assert meeting.meet(Ring(LOCAL))

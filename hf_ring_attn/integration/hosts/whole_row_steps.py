@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import errors
-from ...comm.meeting import all_come
+from ...comm.meeting import meet
 from ..batch import compared_inputs
 from ..batch.shard import Sharded
 from ..batch.whole_row_calls import shard_call, whole_row_calls
@@ -159,7 +159,7 @@ def _all_raised(trainer: Any, model: nn.Module, error: errors.Refused) -> bool:
     if error.everywhere or not isinstance(error, RAISED_ALONE):
         return True
     rings = find_ring(group_of(trainer)), fsdp.sharding_of(latest_record(model))
-    return all(all_come(ring) for ring in rings if ring is not None)
+    return all(meet(ring) for ring in rings if ring is not None)
 
 
 TAKES_WHOLE_ROWS = (

@@ -141,8 +141,8 @@ def _keep_layers(modules: list[nn.Module], context: BatchContext, offloads: bool
     if isinstance(chosen, int):
         auto_saving.keep(context, min(chosen, saving.layers))
     if not saving.layers:
-        why = "checkpoints wait in host memory" if offloads else "layers are compiled"
-        why = why if offloads or compiled else "nothing checkpoints a layer. Set gradient_checkpointing=True"
+        nothing = "nothing checkpoints a layer. Set gradient_checkpointing=True"
+        why = "checkpoints wait in host memory" if offloads else "layers are compiled" if compiled else nothing
         warn(f"keep_layers has no effect: {why}.")
 
 

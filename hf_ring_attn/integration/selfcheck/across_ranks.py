@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ... import errors
-from ...comm.meeting import all_come, come
+from ...comm.meeting import meet
 from ...comm.ring import Ring
 from .compare import spread
 from .tolerance import tolerance
@@ -49,11 +49,7 @@ class AcrossRanks:
 
     def _all_are_back(self, failed: bool) -> bool:
         """Returns False on a rank whose forward failed while others are still in theirs, and wait for its weights."""
-        if self.sharding is not None and failed:
-            return all_come(self.sharding)
-        if self.sharding is not None:
-            come(self.sharding)
-        return True
+        return self.sharding is None or meet(self.sharding, waits=failed)
 
     def _gathered(self, row: Tensor) -> Tensor:
         """[W, ...] each rank's ``row``, on the CPU in float64."""
