@@ -32,7 +32,7 @@ from ..context.model_record import latest_record
 from ..context.whole_batch import restarts, text_positions
 from ..log import warn
 from ..model import admission, call_inputs
-from ..patching.changes import Patch, render, target_of
+from ..patching.changes import Original, Patch, around, render, target_of
 from ..patching.compiler import uncompiled
 from . import compiled_masks
 
@@ -310,14 +310,11 @@ def _has_documents(position_ids: Tensor | None) -> bool:
     return positions is not None and positions.shape[1] > 1 and bool(restarts(positions).any())
 
 
-def _generate(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _generate(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Generation numbers positions anew, so a share is recognized by its tokens."""
-
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call_inputs.refuse_outside((*args, *kwargs.values()), errors.GenerationFromShare(type(self).__name__))
-        return original(self, *args, **kwargs)
-
-    return generate
+    call_inputs.refuse_outside((*args, *kwargs.values()), errors.GenerationFromShare(type(self).__name__))
+    return original(self, *args, **kwargs)
 
 
 _PREPROCESS = "_preprocess_mask_arguments"

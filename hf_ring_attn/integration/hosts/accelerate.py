@@ -23,7 +23,7 @@ from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
 from ..gradients import fsdp
 from ..model import liger, quantized
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
 from . import parallelism_config, schedulers, streams
 from .buffers import prepared, sharded_buffers
@@ -93,55 +93,50 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Patches `prepare` and `prepare_model`; a program may call either."""
-
-    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decide_by_models(self, *args, *kwargs.values())
-        if not ring_enabled(self.parallelism_config):
-            return original(self, *args, **kwargs)
-        fsdp.keep_float32(self)
-        given = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
-        ties = [fsdp.ties(model) for model in given]
-        with fsdp.wrapping_layers_it_has(given):
-            result = original(self, *args, **kwargs)
-        several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
-        modules = [obj for obj in several if isinstance(obj, nn.Module)]
-        for obj in several:
-            fsdp.check_optimizer(self, obj)
-        models = [model for model in modules if uses_ring(model)]
-        for model, before in zip(modules, ties, strict=False):
-            fsdp.refuse_new_ties(model, before)
-        prepared.update(models)
-        for model in models:
-            liger.prepare(model)
-            quantized.gather_bytes(model)  # a program may generate before its first batch
-        return result
-
-    return prepare
+    decide_by_models(self, *args, *kwargs.values())
+    if not ring_enabled(self.parallelism_config):
+        return original(self, *args, **kwargs)
+    fsdp.keep_float32(self)
+    given = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
+    ties = [fsdp.ties(model) for model in given]
+    with fsdp.wrapping_layers_it_has(given):
+        result = original(self, *args, **kwargs)
+    several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
+    modules = [obj for obj in several if isinstance(obj, nn.Module)]
+    for obj in several:
+        fsdp.check_optimizer(self, obj)
+    models = [model for model in modules if uses_ring(model)]
+    for model, before in zip(modules, ties, strict=False):
+        fsdp.refuse_new_ties(model, before)
+    prepared.update(models)
+    for model in models:
+        liger.prepare(model)
+        quantized.gather_bytes(model)  # a program may generate before its first batch
+    return result
 
 
-def _prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_data_loader(self: Any, *args: Any, **kwargs: Any) -> Any:
-        options, config = self.dataloader_config, self.parallelism_config
-        if ring_enabled(config) and args and not getattr(args[0], "_is_accelerate_prepared", False):
-            _seed_workers_by_ring(args[0], config.cp_size)
-        if not (ring_enabled(config) or (is_undecided(config) and not self._models)):
-            return original(self, *args, **kwargs)
-        if args and getattr(args[0], "in_order", True) is False:
-            # Batches in the order in which workers finish them (dataloader_in_order) differ among the ranks of a ring.
-            args[0].in_order = True
-        if options.dispatch_batches and ring_enabled(config):
-            raise errors.DispatchedBatches("dispatch_batches=True")
-        if options.dispatch_batches is not None:
-            return original(self, *args, **kwargs)
-        # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
-        with Replaced(options, "dispatch_batches", False):
-            prepared_loader = original(self, *args, **kwargs)
-        given = args[0] if args else kwargs.get("data_loader")
-        return streams.deal_as_dispatched(prepared_loader, given, self, options.split_batches)
-
-    return prepare_data_loader
+@around
+def _prepare_data_loader(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    options, config = self.dataloader_config, self.parallelism_config
+    if ring_enabled(config) and args and not getattr(args[0], "_is_accelerate_prepared", False):
+        _seed_workers_by_ring(args[0], config.cp_size)
+    if not (ring_enabled(config) or (is_undecided(config) and not self._models)):
+        return original(self, *args, **kwargs)
+    if args and getattr(args[0], "in_order", True) is False:
+        # Batches in the order in which workers finish them (dataloader_in_order) differ among the ranks of a ring.
+        args[0].in_order = True
+    if options.dispatch_batches and ring_enabled(config):
+        raise errors.DispatchedBatches("dispatch_batches=True")
+    if options.dispatch_batches is not None:
+        return original(self, *args, **kwargs)
+    # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
+    with Replaced(options, "dispatch_batches", False):
+        prepared_loader = original(self, *args, **kwargs)
+    given = args[0] if args else kwargs.get("data_loader")
+    return streams.deal_as_dispatched(prepared_loader, given, self, options.split_batches)
 
 
 def _seed_workers_by_ring(loader: Any, ring_size: int) -> None:
@@ -152,43 +147,34 @@ def _seed_workers_by_ring(loader: Any, ring_size: int) -> None:
         loader.worker_init_fn = functools.partial(seeded.func, *seeded.args, **{**seeded.keywords, "rank": ring})
 
 
-def _maybe_context_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
-    @contextmanager
-    def maybe_context_parallel(
-        self: Any,
-        buffers: list[Tensor] | None = None,
-        buffer_seq_dims: list[int] | None = None,
-        no_restore_buffers: set[Tensor] | None = None,
-    ) -> Iterator[None]:
-        config = self.parallelism_config
-        if is_undecided(config) and not self._models:
-            raise errors.ModelNotPrepared()
-        context = sharded_buffers if ring_enabled(config) else original
-        with context(self, buffers, buffer_seq_dims, no_restore_buffers):
-            yield
-
-    return maybe_context_parallel
+@around
+@contextmanager
+def _maybe_context_parallel(
+    original: Original, self: Any, buffers: list[Tensor] | None = None, buffer_seq_dims: list[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+) -> Iterator[None]:  # fmt: skip
+    config = self.parallelism_config
+    if is_undecided(config) and not self._models:
+        raise errors.ModelNotPrepared()
+    context = sharded_buffers if ring_enabled(config) else original
+    with context(self, buffers, buffer_seq_dims, no_restore_buffers):
+        yield
 
 
-def _gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        if ring_enabled(self.parallelism_config):
-            return gather_once_per_ring(self, input_data, use_gather_object)
-        return original(self, input_data, use_gather_object)
-
-    return gather_for_metrics
+@around
+def _gather_for_metrics(original: Original, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    if ring_enabled(self.parallelism_config):
+        return gather_once_per_ring(self, input_data, use_gather_object)
+    return original(self, input_data, use_gather_object)
 
 
-def _should_reduce_batch_size(original: Callable[[Exception], bool]) -> Callable[[Exception], bool]:
+@around
+def _should_reduce_batch_size(original: Original, exception: Exception) -> Any:
     """Patches accelerate's search for a batch size: a rank that tries again hangs, since the others wait for it."""
-
-    def should_reduce_batch_size(exception: Exception) -> bool:
-        found = original(exception)
-        if found and any_ring():
-            raise errors.NoSmallerBatch(str(exception)) from exception
-        return found
-
-    return should_reduce_batch_size
+    found = original(exception)
+    if found and any_ring():
+        raise errors.NoSmallerBatch(str(exception)) from exception
+    return found
 
 
 _STATE = (

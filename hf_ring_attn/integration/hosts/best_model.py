@@ -6,7 +6,6 @@ locate the best model, and they keep the weights of the last step. They evaluate
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,15 @@ import torch
 
 from ...comm.groups import send_to_all
 from ...comm.ring import Ring
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch
 from . import trainer, trainer_facts
 
 NAMES = ("pytorch_model.bin", "model.safetensors", "adapter_model.bin", "adapter_model.safetensors")
 """The files of which Trainer wants one."""
 
 
-def _load_best_model(original: Callable[..., None], self: Any) -> None:
+@trainer_facts.in_rings
+def _load_best_model(original: Original, self: Any) -> None:
     original(self)
     if self.is_fsdp_enabled:  # all ranks of FSDP read one checkpoint together
         return
@@ -42,4 +42,4 @@ def _send(model: Any, rank: int) -> None:
             send_to_all(x, rank)
 
 
-PATCHES = (Patch(f"{trainer.TRAINER}._load_best_model", "(self)", trainer_facts.in_rings(_load_best_model)),)
+PATCHES = (Patch(f"{trainer.TRAINER}._load_best_model", "(self)", _load_best_model),)

@@ -9,13 +9,12 @@ draw the same on all ranks, so they go on with the generators of the ring's firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from ..context import ring_random
 from ..context.mesh import ring_of_process
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch
 from .program_methods import HOSTS, is_own
 from .trainer_facts import in_rings
 
@@ -28,7 +27,8 @@ def average_each_batch(trainer: Any) -> None:
         trainer._defer_fsdp_gradient_reduction = nullcontext  # since transformers 5.24, of models loaded sharded
 
 
-def _get_batch_samples(original: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+@in_rings
+def _get_batch_samples(original: Original, self: Any, *given: Any, **named: Any) -> Any:
     if _runs_own_code(self):
         ring_random.follow_first_rank(ring_of_process())
     return original(self, *given, **named)
@@ -43,6 +43,6 @@ PATCHES = (
     Patch(
         "transformers.trainer:Trainer.get_batch_samples",
         "(self, epoch_iterator, num_batches, device)",
-        in_rings(_get_batch_samples),
+        _get_batch_samples,
     ),
 )

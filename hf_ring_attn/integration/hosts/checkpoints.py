@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from ... import errors
 from ...comm.ring import Ring
 from ..log import warn
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch
 from . import trainer
 from .rings_as_processes import processes_counted
 from .trainer_facts import in_rings, refuse_trainer
@@ -71,9 +70,8 @@ def checkpoint_to_resume(asked: Checkpoint, folder: str) -> Checkpoint:
     return asked
 
 
-def _train(
-    original: Callable[..., Any], self: Any, resume_from_checkpoint: Any = None, *others: Any, **named: Any
-) -> Any:
+@in_rings
+def _train(original: Original, self: Any, resume_from_checkpoint: Any = None, *others: Any, **named: Any) -> Any:
     refuse_trainer(self)  # a copy of a trainer begins without functions for its own methods
     if resume_from_checkpoint:
         folder = self.args.output_dir
@@ -113,7 +111,8 @@ TODO = "Copy the same checkpoint to all nodes, or name one that all have by resu
 # ---- saving ----
 
 
-def _save_checkpoint(original: Callable[..., None], self: Any, model: Any, trial: Any) -> None:
+@in_rings
+def _save_checkpoint(original: Original, self: Any, model: Any, trial: Any) -> None:
     folder = _folder(self, trial, self.state.global_step)
     failure: Exception | None = None
     if self.args.should_save:
@@ -138,7 +137,8 @@ def _save_checkpoint(original: Callable[..., None], self: Any, model: Any, trial
         self.state.best_model_checkpoint = str(best)
 
 
-def _save_rng_state(original: Callable[..., None], self: Any, output_dir: str) -> None:
+@in_rings
+def _save_rng_state(original: Original, self: Any, output_dir: str) -> None:
     """The last part that every rank saves."""
     failure: Exception | None = None
     try:
@@ -176,7 +176,7 @@ _AGREED = "_hf_ring_attn_saved_parts"
 
 _TRAIN = "(self, resume_from_checkpoint=, trial=, ignore_keys_for_eval=)"
 PATCHES = (
-    Patch(f"{trainer.TRAINER}.train", _TRAIN, in_rings(_train)),
-    Patch(f"{trainer.TRAINER}._save_checkpoint", "(self, model, trial)", in_rings(_save_checkpoint)),
-    Patch(f"{trainer.TRAINER}._save_rng_state", "(self, output_dir)", in_rings(_save_rng_state)),
+    Patch(f"{trainer.TRAINER}.train", _TRAIN, _train),
+    Patch(f"{trainer.TRAINER}._save_checkpoint", "(self, model, trial)", _save_checkpoint),
+    Patch(f"{trainer.TRAINER}._save_rng_state", "(self, output_dir)", _save_rng_state),
 )

@@ -24,7 +24,7 @@ from ..context.trial_step import TrialStep
 from ..context.whole_batch import IGNORED, LOSS_INPUTS
 from ..log import warn
 from ..model import ring_calls
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
 from . import grpo_trainer, ring_overrides, trainer, trainer_facts, trainer_overrides
 from . import rings_as_processes as rings
@@ -120,7 +120,8 @@ def _prepare_inputs(host: Any, model: nn.Module, inputs: Any) -> Any:
     return functools.partial(trainer.sharded_step, host, _shard(host, model, whole), whole), whole
 
 
-def _score(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+@trainer_facts.in_rings
+def _score(original: Original, self: Any, inputs: Any) -> Any:
     _refuse(self)
     with rings.rings_as_processes(self):
         args = self.args  # the table of completions has the last generation's: counted by processes so far
@@ -133,8 +134,9 @@ def _score(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
+@trainer_facts.in_rings
 def _compute_loss(
-    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any], *others: Any, **named: Any
+    original: Original, self: Any, model: nn.Module, inputs: dict[str, Any], *others: Any, **named: Any
 ) -> Any:
     context = batch_context.current()
     if context is None and torch.is_grad_enabled():
@@ -156,32 +158,30 @@ def _redirect_share(wrapper: nn.Module, inner: nn.Module, method: Callable[..., 
     return _redirected(wrapper, inner, functools.partial(method, *args, **given), inputs)
 
 
-def _compute_share(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _compute_loss(self: Any, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
-        context = batch_context.current()
-        if context is None:
-            return original(self, unwrapped_student, inputs, num_items_in_batch)
-        if num_items_in_batch is not None and not self.args.average_tokens_across_devices:
-            num_items_in_batch = num_items_in_batch / context.ring.size  # a rank's part of the ring's
-        counted = context.state(_Share).inputs["shift_labels"].ne(IGNORED).long()
-        if num_items_in_batch is None:  # the mean over the batch, not over a rank's tokens
-            num_items_in_batch = _scored(inputs).sum().clamp(min=1) / context.ring.size
-        share = dict.fromkeys(("prompt_ids", "prompt_mask"), counted[:, :0])
-        share |= dict.fromkeys(("completion_ids", "completion_mask"), counted)
-        loss, *sums = original(self, unwrapped_student, share, num_items_in_batch)
-        return ring_calls.of_batch(loss, context), *sums  # a wrapper of PEFT does not give it the value of the batch
+@around
+def _compute_share(
+    original: Original, self: Any, unwrapped_student: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
+) -> Any:
+    context = batch_context.current()
+    if context is None:
+        return original(self, unwrapped_student, inputs, num_items_in_batch)
+    if num_items_in_batch is not None and not self.args.average_tokens_across_devices:
+        num_items_in_batch = num_items_in_batch / context.ring.size  # a rank's part of the ring's
+    counted = context.state(_Share).inputs["shift_labels"].ne(IGNORED).long()
+    if num_items_in_batch is None:  # the mean over the batch, not over a rank's tokens
+        num_items_in_batch = _scored(inputs).sum().clamp(min=1) / context.ring.size
+    share = dict.fromkeys(("prompt_ids", "prompt_mask"), counted[:, :0])
+    share |= dict.fromkeys(("completion_ids", "completion_mask"), counted)
+    loss, *sums = original(self, unwrapped_student, share, num_items_in_batch)
+    return ring_calls.of_batch(loss, context), *sums  # a wrapper of PEFT does not give it the value of the batch
 
-    return _compute_loss
 
-
-def _hidden_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_last_hidden_state(self: Any, unwrapped_model: nn.Module, *given: Any, **named: Any) -> Any:
-        context = batch_context.current()
-        if context is None:
-            return original(self, unwrapped_model, *given, **named)
-        return _last_hidden_states(unwrapped_model, context.state(_Share).inputs)
-
-    return _get_last_hidden_state
+@around
+def _hidden_states(original: Original, self: Any, unwrapped_model: nn.Module, *given: Any, **named: Any) -> Any:
+    context = batch_context.current()
+    if context is None:
+        return original(self, unwrapped_model, *given, **named)
+    return _last_hidden_states(unwrapped_model, context.state(_Share).inputs)
 
 
 DISTILLATION = "trl.trainer.distillation_trainer:DistillationTrainer"
@@ -193,9 +193,9 @@ _HIDDEN = (
 _LOSS = "(self, model, inputs, return_outputs=, num_items_in_batch=)"
 PATCHES = [
     trainer_overrides.patch_prepare(DISTILLATION, trainer_facts.has_ring, _prepare_inputs),
-    Patch(f"{DISTILLATION}._generate_and_score_completions", "(self, inputs)", trainer_facts.in_rings(_score)),
+    Patch(f"{DISTILLATION}._generate_and_score_completions", "(self, inputs)", _score),
     Patch(f"{DISTILLATION}._generate", "(self, prompts)", grpo_trainer.generate),
-    Patch(f"{DISTILLATION}.compute_loss", _LOSS, trainer_facts.in_rings(_compute_loss)),
+    Patch(f"{DISTILLATION}.compute_loss", _LOSS, _compute_loss),
     Patch(f"{DISTILLATION}._compute_loss", "(self, unwrapped_student, inputs, num_items_in_batch)", _compute_share),
     Patch(f"{DISTILLATION}._get_last_hidden_state", _HIDDEN, _hidden_states),
     Patch(f"{_MODULE}:gather_object", "(object)", rings.gather_object),

@@ -6,22 +6,19 @@ two numbers come from `steps_per_generation`, where they are right. So it is cou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ...config import launched_ring
 from ..context.mesh import parallelism_of_process
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 
 
-def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    def __post_init__(self: Any) -> None:
-        if getattr(self, "generation_batch_size", None) is not None and self.steps_per_generation is None:
-            # `grpo_trainer.start` counts it by rings again.
-            self.generation_batch_size *= _ring_size(self)
-        original(self)
-
-    return __post_init__
+@around
+def _post_init(original: Original, self: Any) -> None:
+    if getattr(self, "generation_batch_size", None) is not None and self.steps_per_generation is None:
+        # `grpo_trainer.start` counts it by rings again.
+        self.generation_batch_size *= _ring_size(self)
+    original(self)
 
 
 def _ring_size(args: Any) -> int:

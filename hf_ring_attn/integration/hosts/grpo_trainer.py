@@ -19,7 +19,7 @@ from ... import errors
 from ..context import ring_random
 from ..context.mesh import ring_of_process
 from ..log import say, warn
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
 from . import (
     accelerate,
@@ -86,7 +86,8 @@ _UNTRIED = "its rows were never tested in a ring; generate text with transformer
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _log_probs(original: Callable[..., Any], self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
+@trainer_facts.in_rings
+def _log_probs(original: Original, self: Any, model: nn.Module, *given: Any, **named: Any) -> Any:
     calls: Any = nullcontext()
     if trainer_overrides.SHARDS_CALLS not in vars(self):
         if torch.is_grad_enabled():
@@ -112,7 +113,8 @@ def _step(host: Any, model: nn.Module, whole: Any) -> Iterator[None]:
         yield
 
 
-def _score(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+@trainer_facts.in_rings
+def _score(original: Original, self: Any, inputs: Any) -> Any:
     _refuse(self)
     with rings.rings_as_processes(self), environments_of_first_rank(self, ring_of_process()):
         if not self.model.training:
@@ -127,28 +129,23 @@ def _refuse_partial_groups(host: Any, rows: int) -> None:
         raise errors.PartialGroups(rows * replicas, counted, host.num_generations_eval)
 
 
-def generate(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def generate(original: Original, self: Any, prompts: list[Any]) -> Any:
     """Patches `_generate`: all ranks of a ring take its first rank's completions."""
-
-    def _generate(self: Any, prompts: list[Any]) -> Any:
-        ring = ring_of_process()
-        # All ranks generate, since FSDP2 gathers weights from all; a rollout_func may give each something else.
-        with ring_random.as_first_rank(ring), tools_of_first_rank(self, ring, prompts):
-            return ring.of_first(original(self, prompts), "sent its completions")
-
-    return _generate
+    ring = ring_of_process()
+    # All ranks generate, since FSDP2 gathers weights from all; a rollout_func may give each something else.
+    with ring_random.as_first_rank(ring), tools_of_first_rank(self, ring, prompts):
+        return ring.of_first(original(self, prompts), "sent its completions")
 
 
-def _rewards(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _calculate_rewards(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A reward may cost money, or be random: a ring asks for it once. Models may be sharded over all ranks.
-        functions = self.reward_funcs
-        if ring_of_process().rank > 0:
-            functions = [one if isinstance(one, nn.Module) else _no_reward for one in functions]
-        with Replaced(self, "reward_funcs", functions):
-            return original(self, *args, **kwargs)
-
-    return _calculate_rewards
+@around
+def _rewards(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    # A reward may cost money, or be random: a ring asks for it once. Models may be sharded over all ranks.
+    functions = self.reward_funcs
+    if ring_of_process().rank > 0:
+        functions = [one if isinstance(one, nn.Module) else _no_reward for one in functions]
+    with Replaced(self, "reward_funcs", functions):
+        return original(self, *args, **kwargs)
 
 
 def _no_reward(prompts: list[Any], **_: Any) -> list[float]:
@@ -175,10 +172,10 @@ def _patches(kind: str) -> list[Patch]:
     module = kind.partition(":")[0]
     return [
         trainer_overrides.patch_prepare(kind, trainer_facts.has_ring, _prepare_inputs),
-        Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", trainer_facts.in_rings(_score)),
+        Patch(f"{kind}._generate_and_score_completions", "(self, inputs)", _score),
         Patch(f"{kind}._generate", "(self, prompts)", generate),
         Patch(f"{kind}._calculate_rewards", "(self, inputs, prompts, completions, completion_ids_list)", _rewards),
-        Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, trainer_facts.in_rings(_log_probs)),
+        Patch(f"{kind}._get_per_token_logps_and_entropies", _LOG_PROBS, _log_probs),
         prediction.patch_prediction(kind, _predict),
         Patch(f"{module}:gather", "(tensor)", rings.gather),
         Patch(f"{module}:gather_object", "(object)", rings.gather_object),

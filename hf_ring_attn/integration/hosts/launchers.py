@@ -13,7 +13,7 @@ from typing import Any
 from ... import errors
 from ...config import is_a_launched_rank
 from ..patching import changes
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 
 RUN = "hf_ring_attn.run"
 
@@ -29,18 +29,17 @@ def carry_plugin(run: Callable[[Sequence[str]], None], options: Sequence[str] = 
         options: options of hf_ring_attn.run for the launched programs.
     """
 
-    def launch_command(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        def launch_command(args: Any) -> None:
-            if is_a_launched_rank():
-                _refuse_options(args)
-                run(_program(args))
-            else:
-                original(_through_us(args, options))
+    @around
+    def launch_command(original: Original, args: Any) -> None:
+        if is_a_launched_rank():
+            _refuse_options(args)
+            run(_program(args))
+        else:
+            original(_through_us(args, options))
 
-        return launch_command
-
-    def run_torch(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        return lambda args: original(_through_us(args, options))
+    @around
+    def run_torch(original: Original, args: Any) -> None:
+        original(_through_us(args, options))
 
     patches = (
         Patch("accelerate.commands.launch:launch_command", "(args)", launch_command),

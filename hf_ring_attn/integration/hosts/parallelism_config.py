@@ -7,7 +7,7 @@ the mesh, the same batch on all ranks of a ring, and the counts of tokens and ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ... import errors
 from ...config import several_asked_for
 from ..context.introspect import configs_of, uses_ring
 from ..context.mesh import RING, ring_enabled
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 
 constructing_for: list[nn.Module | None] = []
 """Models whose `Accelerator` is being constructed: see `deferring_cp_checks`."""
@@ -138,30 +138,28 @@ def refuse_mismatch(config: Any, processes: int) -> None:
         raise errors.MeshMismatch(_sizes(config), processes)
 
 
-def _post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    def __post_init__(self: Any) -> None:
-        handler = self.cp_handler
-        try:
-            original(self)
-            return
-        except (ValueError, KeyError):
-            # accelerate fills every field from environment variables before it checks any.
-            filled = None not in _sizes(self).values() and self.cp_backend is not None
-            if not filled or not (self.cp_backend == RING or _is_ddp_x_cp(self)):
-                raise
-        is_ring, replicas = self.cp_backend == RING, self.dp_replicate_size
-        if is_ring and self.cp_size > 1:
-            if handler is not None:
-                raise errors.TorchHandlerWithRing(handler)
-            turn_into_ring(self)
-        self.cp_backend, self.cp_handler = "torch", handler
-        self.dp_replicate_size = 1 if _is_ddp_x_cp(self) else replicas
+@around
+def _post_init(original: Original, self: Any) -> None:
+    handler = self.cp_handler
+    try:
         original(self)
-        self.dp_replicate_size = self._sizes["dp_replicate"] = replicas
-        if is_ring:
-            self.cp_backend, self.cp_handler = RING, None
-
-    return __post_init__
+        return
+    except (ValueError, KeyError):
+        # accelerate fills every field from environment variables before it checks any.
+        filled = None not in _sizes(self).values() and self.cp_backend is not None
+        if not filled or not (self.cp_backend == RING or _is_ddp_x_cp(self)):
+            raise
+    is_ring, replicas = self.cp_backend == RING, self.dp_replicate_size
+    if is_ring and self.cp_size > 1:
+        if handler is not None:
+            raise errors.TorchHandlerWithRing(handler)
+        turn_into_ring(self)
+    self.cp_backend, self.cp_handler = "torch", handler
+    self.dp_replicate_size = 1 if _is_ddp_x_cp(self) else replicas
+    original(self)
+    self.dp_replicate_size = self._sizes["dp_replicate"] = replicas
+    if is_ring:
+        self.cp_backend, self.cp_handler = RING, None
 
 
 def _dimensions(original: property) -> property:
@@ -178,15 +176,13 @@ def _cp_enabled(original: property) -> property:
     return property(lambda self: original.__get__(self) and self.cp_backend != RING, doc=original.__doc__)
 
 
-def _validate_accelerator(original: Callable[..., None]) -> Callable[..., None]:
-    def _validate_accelerator(self: Any, accelerator: Any) -> None:
-        waits = is_undecided(self) and not decide(self, accelerator)
-        if ring_enabled(self):
-            refuse_host(accelerator)
-        elif not (waits and torch_refusals(self, accelerator)):
-            original(self, accelerator)
-
-    return _validate_accelerator
+@around
+def _validate_accelerator(original: Original, self: Any, accelerator: Any) -> None:
+    waits = is_undecided(self) and not decide(self, accelerator)
+    if ring_enabled(self):
+        refuse_host(accelerator)
+    elif not (waits and torch_refusals(self, accelerator)):
+        original(self, accelerator)
 
 
 CONFIG = "accelerate.parallelism_config:ParallelismConfig."

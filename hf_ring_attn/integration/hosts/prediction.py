@@ -20,7 +20,7 @@ from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..gradients.replicas import mean_loss
 from ..losses.lazy_logits import ChunkedLoss
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from . import own_methods
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, shard_inputs
@@ -32,21 +32,19 @@ from .whole_row_steps import of_sharded, whole_row_step
 def patch_prediction(host: str, in_ring: Callable[..., Any]) -> Patch:
     """Patches a host's `prediction_step`: where batches are sharded, ``in_ring`` gets it and its arguments."""
 
-    def _prediction_step(original: Callable[..., Any]) -> Callable[..., Any]:
-        def prediction_step(
-            self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-        ) -> Any:
-            # In a step whose batch stays whole the host's own runs, its parent's too.
-            if not shards_batches(self) or vars(self).get(SHARDS_CALLS):
-                return original(self, model, inputs, prediction_loss_only, ignore_keys)
-            with own_methods.as_ranks(self):
-                return in_ring(original, self, model, inputs, prediction_loss_only, ignore_keys)
+    @around
+    def prediction_step(
+        original: Original, self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:  # fmt: skip
+        # In a step whose batch stays whole the host's own runs, its parent's too.
+        if not shards_batches(self) or vars(self).get(SHARDS_CALLS):
+            return original(self, model, inputs, prediction_loss_only, ignore_keys)
+        with own_methods.as_ranks(self):
+            return in_ring(original, self, model, inputs, prediction_loss_only, ignore_keys)
 
-        return prediction_step
-
-    return Patch(
-        f"{host}.prediction_step", "(self, model, inputs, prediction_loss_only, ignore_keys=)", _prediction_step
-    )
+    signature = "(self, model, inputs, prediction_loss_only, ignore_keys=)"
+    return Patch(f"{host}.prediction_step", signature, prediction_step)
 
 
 def predicting(predict_in_ring: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,40 +66,36 @@ def predict_batch(trainer: Any, *given: Any) -> Any:
     return predict(trainer, *given, count=count_over_all, names=trainer.label_names)
 
 
-def _evaluation_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            stack.enter_context(own_methods.as_ranks(self))
-            # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
-            if has_ring(self) and self.gather_function == self.accelerator.gather:
-                self.gather_function = RingsAsProcesses(self.accelerator).gather
-            if shards_batches(self) and not self.accelerator._models:  # else it is prepared already
-                stack.enter_context(_prepared_for_evaluation(self))
-            output = original(self, *args, **kwargs)
-        _latest.clear()
-        if (group := group_of(self)) is not None and output.num_samples is not None:
-            rings = world_size() // group.size()
-            _latest[output.num_samples] = math.ceil(output.num_samples / (self.args.eval_batch_size * rings))
-        return output
-
-    return evaluation_loop
+@around
+def _evaluation_loop(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        stack.enter_context(own_methods.as_ranks(self))
+        # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
+        if has_ring(self) and self.gather_function == self.accelerator.gather:
+            self.gather_function = RingsAsProcesses(self.accelerator).gather
+        if shards_batches(self) and not self.accelerator._models:  # else it is prepared already
+            stack.enter_context(_prepared_for_evaluation(self))
+        output = original(self, *args, **kwargs)
+    _latest.clear()
+    if (group := group_of(self)) is not None and output.num_samples is not None:
+        rings = world_size() // group.size()
+        _latest[output.num_samples] = math.ceil(output.num_samples / (self.args.eval_batch_size * rings))
+    return output
 
 
 _latest: dict[int, int] = {}
 """The steps of the latest evaluation in a ring, by its number of samples, until its speed is computed."""
 
 
-def _speed_metrics(original: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+@around
+def _speed_metrics(
+    original: Original, split: str, start_time: float, num_samples: Any = None, num_steps: Any = None,
+    num_tokens: Any = None,
+) -> Any:  # fmt: skip
     """Patches the numbers per second: Trainer takes each process to have evaluated a batch of its own at a step."""
-
-    def speed_metrics(
-        split: str, start_time: float, num_samples: Any = None, num_steps: Any = None, num_tokens: Any = None
-    ) -> dict[str, float]:
-        if split != "train" and num_samples is not None:
-            num_steps = _latest.pop(num_samples, num_steps)
-        return original(split, start_time, num_samples, num_steps, num_tokens)
-
-    return speed_metrics
+    if split != "train" and num_samples is not None:
+        num_steps = _latest.pop(num_samples, num_steps)
+    return original(split, start_time, num_samples, num_steps, num_tokens)
 
 
 @contextmanager

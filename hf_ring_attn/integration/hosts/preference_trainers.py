@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import errors
 from ..log import warn
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from . import prediction, trainer, trainer_facts, trainer_overrides, whole_row_steps
 
 
@@ -27,20 +27,19 @@ def _step(host: Any, model: nn.Module) -> AbstractContextManager[None]:
     return whole_row_steps.sharded_calls(host, model, inside=False)
 
 
-def _compute_loss(original: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+@trainer_facts.in_rings
+def _compute_loss(original: Original, self: Any, *given: Any, **named: Any) -> Any:
     if trainer_overrides.SHARDS_CALLS not in vars(self):
         warn(trainer.WHOLE_ROWS.format(type(self).__name__))
     return original(self, *given, **named)
 
 
-def _compute_ref_log_probs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compute_ref_log_probs(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        if not trainer_facts.shards_batches(self):
-            return original(self, model, inputs)
-        with _step(self, model):
-            return original(self, model, inputs)
-
-    return compute_ref_log_probs
+@around
+def _compute_ref_log_probs(original: Original, self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+    if not trainer_facts.shards_batches(self):
+        return original(self, model, inputs)
+    with _step(self, model):
+        return original(self, model, inputs)
 
 
 def _predict(original: Callable[..., Any], host: Any, model: nn.Module, *given: Any) -> Any:
@@ -55,7 +54,7 @@ KTO = "trl.trainer.kto_trainer:KTOTrainer"
 def _patches(host: str) -> list[Patch]:
     return [
         trainer_overrides.patch_prepare(host, trainer_facts.shards_batches, _prepare_inputs),
-        Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", trainer_facts.in_rings(_compute_loss)),
+        Patch(f"{host}._compute_loss", "(self, model, inputs, return_outputs)", _compute_loss),
         Patch(f"{host}.compute_ref_log_probs", "(self, model, inputs)", _compute_ref_log_probs),
         prediction.patch_prediction(host, _predict),
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import errors
-from ..patching.changes import installed
+from ..patching.changes import Original, around, installed
 
 HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
 """Modules whose methods are known here."""
@@ -78,19 +78,16 @@ def stand_in(trainer: Any, method: str, run: Run) -> None:
     setattr(trainer, method, function)
 
 
-def without_stand_ins(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def without_stand_ins(original: Original, self: Any, protocol: Any) -> Any:
     """Patches `__reduce_ex__`, which makes copies: a function that stands in for a method knows its own trainer only.
 
     So a copy has none, but the methods that the program set. It gets its own functions when it begins to train.
     """
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        made = original(self, protocol)
-        names = [name for name in vars(self) if stands_in(self, name)]
-        if not names or isinstance(made, str) or not isinstance(made[2], dict):
-            return made
-        state = {name: set_on(self, name) if name in names else x for name, x in made[2].items()}
-        state = {name: x for name, x in state.items() if x is not None or name not in names}
-        return *made[:2], state, *made[3:]
-
-    return __reduce_ex__
+    made = original(self, protocol)
+    names = [name for name in vars(self) if stands_in(self, name)]
+    if not names or isinstance(made, str) or not isinstance(made[2], dict):
+        return made
+    state = {name: set_on(self, name) if name in names else x for name, x in made[2].items()}
+    state = {name: x for name, x in state.items() if x is not None or name not in names}
+    return *made[:2], state, *made[3:]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..log import warn
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch
 from . import trainer, trainer_facts
 
 _NUMBERED = re.compile(r"^rng_state_(\d+)\.pth$")
@@ -31,7 +30,8 @@ _LOST = (
 )
 
 
-def _load(original: Callable[..., Any], self: Any, checkpoint: str | None) -> Any:
+@trainer_facts.in_rings
+def _load(original: Original, self: Any, checkpoint: str | None) -> Any:
     if checkpoint is None:
         return original(self, checkpoint)
     host, folder, ring_size = self.accelerator, Path(checkpoint), trainer_facts.group_of(self).size()
@@ -67,4 +67,4 @@ def _restore(path: Path, process: int) -> None:
         torch.cuda.set_rng_state(gpus if isinstance(gpus, Tensor) else gpus[process % len(gpus)])
 
 
-PATCHES = (Patch(f"{trainer.TRAINER}._load_rng_state", "(self, checkpoint)", trainer_facts.in_rings(_load)),)
+PATCHES = (Patch(f"{trainer.TRAINER}._load_rng_state", "(self, checkpoint)", _load),)

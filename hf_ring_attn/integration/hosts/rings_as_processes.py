@@ -16,6 +16,7 @@ from ... import errors
 from ...comm.ring import world_rank, world_size
 from ..context import ring_random
 from ..context.mesh import ring_of_process
+from ..patching.changes import Original, around
 from ..patching.modules import Replaced
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -144,46 +145,34 @@ def once_per_ring(everyone: Any, ring_size: int) -> Any:
 # ---- functions that a host's module imports from accelerate and from TRL ---------------------------------------------
 
 
-def gather(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gather(original: Original, tensor: Any) -> Any:
     """Patches `gather` of tensors."""
-
-    def gather(tensor: Any) -> Any:
-        size = ring_of_process().size
-        return original(tensor) if size == 1 else once_per_ring(original(tensor), size)
-
-    return gather
+    size = ring_of_process().size
+    return original(tensor) if size == 1 else once_per_ring(original(tensor), size)
 
 
-def gather_object(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def gather_object(original: Original, object: Any) -> Any:  # noqa: A002  the original's name
     """Patches `gather_object` of lists."""
-
-    def gather_object(object: Any) -> Any:  # noqa: A002  the original's name
-        size = ring_of_process().size
-        if size == 1:
-            return original(object)
-        return [x for values in original([object])[::size] for x in values]
-
-    return gather_object
+    size = ring_of_process().size
+    if size == 1:
+        return original(object)
+    return [x for values in original([object])[::size] for x in values]
 
 
-def set_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def set_seed(original: Original, seed: int, device_specific: bool = False, deterministic: bool = False) -> Any:
     """Patches `set_seed`: ring n's first rank gets the seed of process n, the other ranks get seeds of their own."""
-
-    def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> Any:
-        ring = ring_of_process()
-        if ring.size > 1 and device_specific:
-            process = world_rank()
-            seed, device_specific = seed + (process + world_size() if ring.rank else process // ring.size), False
-        return original(seed, device_specific, deterministic)
-
-    return set_seed
+    ring = ring_of_process()
+    if ring.size > 1 and device_specific:
+        process = world_rank()
+        seed, device_specific = seed + (process + world_size() if ring.rank else process // ring.size), False
+    return original(seed, device_specific, deterministic)
 
 
-def shuffle(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def shuffle(original: Original, seq_dict: Any) -> Any:
     """Patches `shuffle_sequence_dict`: ranks of a ring shuffle their rows alike."""
-
-    def shuffle_sequence_dict(seq_dict: Any) -> Any:
-        with ring_random.as_first_rank(ring_of_process()):
-            return original(seq_dict)
-
-    return shuffle_sequence_dict
+    with ring_random.as_first_rank(ring_of_process()):
+        return original(seq_dict)

@@ -26,7 +26,7 @@ from ... import errors
 from ..context import batch_context
 from ..context.mesh import ring_enabled
 from ..log import say
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 
 
 class ProcessCount(int):
@@ -206,37 +206,33 @@ _COUNTS_PROCESSES = (
 )
 
 
-def _scheduler_made(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+@around
+def _scheduler_made(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    _LOST_BEFORE[self] = ProcessCount.lost
+
+
+@around
+def _scheduler_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
+    state = AcceleratorState()
+    config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
+    each = linked and not self.split_batches  # accelerate would step once per process
+    if not ring_enabled(config):
+        if each and state.num_processes > 1 and batch_context.live_batches():
+            say(_COUNTS_PROCESSES.format(state.num_processes))
         original(self, *args, **kwargs)
-        _LOST_BEFORE[self] = ProcessCount.lost
-
-    return __init__
-
-
-def _scheduler_step(original: Callable[..., None]) -> Callable[..., None]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> None:
-        state = AcceleratorState()
-        config, linked = state.parallelism_config, self.step_with_optimizer and self.gradient_state.sync_gradients
-        each = linked and not self.split_batches  # accelerate would step once per process
-        if not ring_enabled(config):
-            if each and state.num_processes > 1 and batch_context.live_batches():
-                say(_COUNTS_PROCESSES.format(state.num_processes))
+    elif linked and self.split_batches:
+        for _ in range(state.num_processes if counts_processes(self) else 1):
             original(self, *args, **kwargs)
-        elif linked and self.split_batches:
-            for _ in range(state.num_processes if counts_processes(self) else 1):
-                original(self, *args, **kwargs)
-        elif not each or counts_processes(self):
-            original(self, *args, **kwargs)
-        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            rings = state.num_processes // config.cp_size
-            say(_COUNTS_RINGS.format("once" if rings == 1 else f"{rings} times", state.num_processes))
-            for _ in range(rings):
-                last = getattr(self.scheduler, "total_steps", None)  # OneCycleLR's, as in accelerate
-                if last is None or self.scheduler._step_count <= last:
-                    self.scheduler.step(*args, **kwargs)
-
-    return step
+    elif not each or counts_processes(self):
+        original(self, *args, **kwargs)
+    elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        rings = state.num_processes // config.cp_size
+        say(_COUNTS_RINGS.format("once" if rings == 1 else f"{rings} times", state.num_processes))
+        for _ in range(rings):
+            last = getattr(self.scheduler, "total_steps", None)  # OneCycleLR's, as in accelerate
+            if last is None or self.scheduler._step_count <= last:
+                self.scheduler.step(*args, **kwargs)
 
 
 _SCHEDULER = "accelerate.scheduler:AcceleratedScheduler"

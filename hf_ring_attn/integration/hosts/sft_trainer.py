@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..context.local_batch import MadeInputs
 from ..context.whole_batch import IGNORED
 from ..model import ring_calls
 from ..model.experts import AuxiliaryLoss
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
 from . import own_methods, prediction, trainer_facts
 from .gather_for_metrics import gather_sums_per_ring
@@ -25,53 +24,48 @@ _STEPS = "current_gradient_accumulation_steps"
 """SFTTrainer's divisor of the auxiliary loss of experts, if it gets a count of tokens."""
 
 
-def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compute_loss(
-        self: Any,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        context = batch_context.current()
-        if context is None:
-            with rings_as_processes(self) if trainer_facts.has_ring(self) else nullcontext():
-                return original(self, model, inputs, return_outputs, num_items_in_batch)
-        trainer_facts.refuse_past_fused_head(self)
-        one_mean = not self.model.training  # in training all batches of a step have one mean
-        is_part = own_methods.LOSS_OF_RANK in vars(self)
-        made = {**context.state(MadeInputs), **inputs}
-        if num_items_in_batch is None and (count := made.get("num_items_in_batch")) is not None:
-            # For a model with accepts_loss_kwargs=False, and for a subclass that leaves the count out: SFTTrainer would
-            # divide by this rank's count of labels.
-            num_items_in_batch, one_mean, is_part = count * _multiplied(self), True, True
-        accelerator, tokens = self.accelerator, self._total_train_tokens
-        # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.
-        shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
-        times = context.ring.size if shared else 1
-        context.state(AuxiliaryLoss).factor = 1 / times
-        count = num_items_in_batch * times if shared and is_part else num_items_in_batch
-        with ExitStack() as replaced:
-            if context.ring.size > 1:  # entropy and accuracy are sums over tokens, and a ring's tokens are one row's
-                gather = functools.partial(gather_sums_per_ring, accelerator)
-                replaced.enter_context(Replaced(accelerator, "gather_for_metrics", gather))
-            if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
-                replaced.enter_context(Replaced(self, _STEPS, 1))
-            result = original(self, model, inputs, return_outputs, count)
-        if self.model.training and getattr(self, "_is_vlm", True):
-            # With images each rank counted whole rows; other rings' batches may have none.
-            mask = inputs.get("attention_mask")
-            counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
-            mine = counted if context.text is None or context.ring.rank == 0 else 0
-            of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device))
-            self._total_train_tokens = tokens + int(of_all.sum())
-            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
-        if self.aux_loss_enabled:  # no sum: each rank has that of the whole row
-            self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
-        loss = ring_calls.of_batch((result[0] if return_outputs else result) * times, context)
-        return (loss, result[1]) if return_outputs else loss
-
-    return compute_loss
+@around
+def _compute_loss(
+    original: Original, self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:  # fmt: skip
+    context = batch_context.current()
+    if context is None:
+        with rings_as_processes(self) if trainer_facts.has_ring(self) else nullcontext():
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+    trainer_facts.refuse_past_fused_head(self)
+    one_mean = not self.model.training  # in training all batches of a step have one mean
+    is_part = own_methods.LOSS_OF_RANK in vars(self)
+    made = {**context.state(MadeInputs), **inputs}
+    if num_items_in_batch is None and (count := made.get("num_items_in_batch")) is not None:
+        # For a model with accepts_loss_kwargs=False, and for a subclass that leaves the count out: SFTTrainer would
+        # divide by this rank's count of labels.
+        num_items_in_batch, one_mean, is_part = count * _multiplied(self), True, True
+    accelerator, tokens = self.accelerator, self._total_train_tokens
+    # SFTTrainer clamps a count to at least 1, so it gets the whole count, and its loss is multiplied here.
+    shared = num_items_in_batch is not None and not self.args.average_tokens_across_devices
+    times = context.ring.size if shared else 1
+    context.state(AuxiliaryLoss).factor = 1 / times
+    count = num_items_in_batch * times if shared and is_part else num_items_in_batch
+    with ExitStack() as replaced:
+        if context.ring.size > 1:  # entropy and accuracy are sums over tokens, and a ring's tokens are one row's
+            gather = functools.partial(gather_sums_per_ring, accelerator)
+            replaced.enter_context(Replaced(accelerator, "gather_for_metrics", gather))
+        if one_mean:  # then the trainer divides the whole loss, or nothing, by the batches of a step
+            replaced.enter_context(Replaced(self, _STEPS, 1))
+        result = original(self, model, inputs, return_outputs, count)
+    if self.model.training and getattr(self, "_is_vlm", True):
+        # With images each rank counted whole rows; other rings' batches may have none.
+        mask = inputs.get("attention_mask")
+        counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
+        mine = counted if context.text is None or context.ring.rank == 0 else 0
+        of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device))
+        self._total_train_tokens = tokens + int(of_all.sum())
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+    if self.aux_loss_enabled:  # no sum: each rank has that of the whole row
+        self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
+    loss = ring_calls.of_batch((result[0] if return_outputs else result) * times, context)
+    return (loss, result[1]) if return_outputs else loss
 
 
 def _predict(sft: Any, *given: Any) -> Any:

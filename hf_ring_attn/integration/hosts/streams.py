@@ -7,7 +7,7 @@ how many rows of it are no repetitions. Without that an evaluation counted them 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate.data_loader import IterableDatasetShard
@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from ...comm.ring import world_size
 from ..context.mesh import ring_of_process
 from ..log import warn
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from .rings_as_processes import RingsAsProcesses
 
 _COUNTED = "_hf_ring_attn_counted"
@@ -82,18 +82,15 @@ _WORKERS = (
 )
 
 
-def _iter(original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+@around
+def _iter(original: Original, self: Any) -> Iterator[Any]:
     """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does."""
-
-    def __iter__(self: Any) -> Iterator[Any]:
-        for batch in original(self):
-            if self.end_of_dataloader and isinstance(self.dataset, DealtStream):
-                self.remainder = self.dataset.left
-            elif self.end_of_dataloader and _COUNTED in vars(self) and 1 < ring_of_process().size == world_size():
-                self.remainder = find_batch_size(batch) or -1
-            yield batch
-
-    return __iter__
+    for batch in original(self):
+        if self.end_of_dataloader and isinstance(self.dataset, DealtStream):
+            self.remainder = self.dataset.left
+        elif self.end_of_dataloader and _COUNTED in vars(self) and 1 < ring_of_process().size == world_size():
+            self.remainder = find_batch_size(batch) or -1
+        yield batch
 
 
 PATCHES = (Patch("accelerate.data_loader:DataLoaderShard.__iter__", "(self)", _iter),)

@@ -19,7 +19,7 @@ from ..context.local_batch import LocalBatch
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp
 from ..log import warn
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
 from . import between_batches, logged_numbers, own_methods, program_methods, samplers, trainer_overrides
 from .label_smoothing import smoothed, smoothed_in_model
@@ -116,102 +116,88 @@ def sharded_step(trainer: Any, sharded: Sharded, inputs: dict[str, Any]) -> Iter
         yield sharded
 
 
-def _count_once(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _count_once(original: Original, self: Any, inputs: dict[str, Any]) -> Any:
     """Patches a method that counts a batch for a sum over all ranks: only the first rank of a ring counts its rows."""
-
-    def count(self: Any, inputs: dict[str, Any]) -> Any:
-        group = group_of(self)
-        if group is not None and group.rank() > 0 and isinstance(inputs, Mapping):  # a list of samples counts nothing
-            inputs = {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in inputs.items()}
-        return original(self, inputs)
-
-    return count
+    group = group_of(self)
+    if group is not None and group.rank() > 0 and isinstance(inputs, Mapping):  # a list of samples counts nothing
+        inputs = {name: x[:0] if isinstance(x, Tensor) and x.dim() else x for name, x in inputs.items()}
+    return original(self, inputs)
 
 
 class _Parameters(dict[frozenset[tuple[str, Any]], int]):
     """The numbers of a model's parameters, by the arguments of `num_parameters`."""
 
 
-def _floating_point_ops(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _floating_point_ops(original: Original, self: Any, inputs: dict[str, Any]) -> Any:
     """Patches floating_point_ops as `_count_once` does, and counts the parameters once for a model's structure.
 
     Trainer counts them after every backward while the GPU idles: an adapter's take 13 ms of a slow host
     (recipes/results/2026-11-28-host-of-8k).
     """
-    counted = _count_once(original)
+    counted, model, count = _count_once(original), self.model, getattr(self.model, "num_parameters", None)
+    if not has_ring(self) or count is None:
+        return counted(self, inputs)
+    known = model_record.latest_record(model).state(_Parameters)
 
-    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> Any:
-        count, model = getattr(self.model, "num_parameters", None), self.model
-        if not has_ring(self) or count is None:
-            return counted(self, inputs)
-        known = model_record.latest_record(model).state(_Parameters)
+    def num_parameters(**options: Any) -> int:
+        key = frozenset(options.items())
+        if key not in known:
+            known[key] = count(**options)
+        return known[key]
 
-        def num_parameters(**options: Any) -> int:
-            key = frozenset(options.items())
-            if key not in known:
-                known[key] = count(**options)
-            return known[key]
-
-        with Replaced(model, "num_parameters", num_parameters):
-            return counted(self, inputs)
-
-    return floating_point_ops
+    with Replaced(model, "num_parameters", num_parameters):
+        return counted(self, inputs)
 
 
-def _get_num_items_in_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: torch.device) -> Any:
-        group = group_of(self)
-        if shards_batches(self):
-            refuse_trainer(self)  # methods may have been set on it since
-        if group is not None:
-            between_batches.average_each_batch(self)
-            own_methods.shard_calls(self, sharded_calls)
-        averaged = group is None or self.args.average_tokens_across_devices
-        # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.
-        samples = batch_samples if averaged else list(batch_samples) * group.size()
-        with processes_counted(self):
-            count = original(self, samples, device)
-        if averaged:
-            return count
-        is_part = isinstance(count, Tensor) and own_methods.LOSS_OF_RANK in vars(self)
-        return count / group.size() if is_part else count
-
-    return _get_num_items_in_batch
+@around
+def _get_num_items_in_batch(original: Original, self: Any, batch_samples: list[Any], device: torch.device) -> Any:
+    group = group_of(self)
+    if shards_batches(self):
+        refuse_trainer(self)  # methods may have been set on it since
+    if group is not None:
+        between_batches.average_each_batch(self)
+        own_methods.shard_calls(self, sharded_calls)
+    averaged = group is None or self.args.average_tokens_across_devices
+    # transformers 5.17 divides by the ring size and drops the remainder, which is 0 for repeated batches.
+    samples = batch_samples if averaged else list(batch_samples) * group.size()
+    with processes_counted(self):
+        count = original(self, samples, device)
+    if averaged:
+        return count
+    is_part = isinstance(count, Tensor) and own_methods.LOSS_OF_RANK in vars(self)
+    return count / group.size() if is_part else count
 
 
-def _compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def compute_loss(
-        self: Any,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        context, group = batch_context.current(), group_of(self)
-        shards_calls, is_part = trainer_overrides.SHARDS_CALLS in vars(self), own_methods.LOSS_OF_RANK in vars(self)
-        by_model = self.compute_loss_func is None and self.label_smoother is None
-        reads_loss = shards_calls and context is None and by_model and not return_outputs
-        compute = functools.partial(_loss_alone, original) if reads_loss else original
-        if context is not None and by_model:
-            num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
-        if (context is None and group is None) or num_items_in_batch is None or not counts(self):
-            return compute(self, model, inputs, return_outputs, num_items_in_batch)
-        # As with `shard`, the mean of the ranks' losses is the loss of the whole batch.
-        # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
-        if context is None and self.model.training and not shards_calls:
-            warn(WHOLE_ROWS.format(type(self).__name__))
-        of_tokens = None if context is None or context.whole_head else context
-        parts = 1 if of_tokens is None or is_part else of_tokens.ring.size
-        with smoothed(self, model) if of_tokens is None else smoothed_in_model(self, of_tokens):
-            result = compute(self, model, inputs, return_outputs, num_items_in_batch / parts)
-        # A trainer that averages over devices multiplies losses by their number, here W for each ring.
-        multiplied = self.args.average_tokens_across_devices and not isinstance(self.accelerator, RingsCounted)
-        times = 1 / group.size() if multiplied and group is not None else 1
-        if shards_calls and context is None:
-            refuse_past_outputs(result[0] if return_outputs else result)
-        return (result[0] * times, result[1]) if return_outputs else result * times
-
-    return compute_loss
+@around
+def _compute_loss(
+    original: Original, self: Any, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:  # fmt: skip
+    context, group = batch_context.current(), group_of(self)
+    shards_calls, is_part = trainer_overrides.SHARDS_CALLS in vars(self), own_methods.LOSS_OF_RANK in vars(self)
+    by_model = self.compute_loss_func is None and self.label_smoother is None
+    reads_loss = shards_calls and context is None and by_model and not return_outputs
+    compute = functools.partial(_loss_alone, original) if reads_loss else original
+    if context is not None and by_model:
+        num_items_in_batch = fsdp.uncast(num_items_in_batch, model)  # else the model computes no loss
+    if (context is None and group is None) or num_items_in_batch is None or not counts(self):
+        return compute(self, model, inputs, return_outputs, num_items_in_batch)
+    # As with `shard`, the mean of the ranks' losses is the loss of the whole batch.
+    # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
+    if context is None and self.model.training and not shards_calls:
+        warn(WHOLE_ROWS.format(type(self).__name__))
+    of_tokens = None if context is None or context.whole_head else context
+    parts = 1 if of_tokens is None or is_part else of_tokens.ring.size
+    with smoothed(self, model) if of_tokens is None else smoothed_in_model(self, of_tokens):
+        result = compute(self, model, inputs, return_outputs, num_items_in_batch / parts)
+    # A trainer that averages over devices multiplies losses by their number, here W for each ring.
+    multiplied = self.args.average_tokens_across_devices and not isinstance(self.accelerator, RingsCounted)
+    times = 1 / group.size() if multiplied and group is not None else 1
+    if shards_calls and context is None:
+        refuse_past_outputs(result[0] if return_outputs else result)
+    return (result[0] * times, result[1]) if return_outputs else result * times
 
 
 def _loss_alone(original: Callable[..., Any], trainer: Any, *given: Any) -> Any:
@@ -220,8 +206,9 @@ def _loss_alone(original: Callable[..., Any], trainer: Any, *given: Any) -> Any:
         return original(trainer, *given)
 
 
+@in_rings
 def _training_step(
-    original: Callable[..., Any], self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    original: Original, self: Any, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
 ) -> Any:
     """The method that returns the loss of the ring's rows on each of its ranks, as one process does.
 
@@ -256,6 +243,6 @@ PATCHES = [
     Patch(f"{TRAINER}.floating_point_ops", "(self, inputs)", _floating_point_ops),
     Patch(f"{TRAINER}._get_train_sampler", "(self, train_dataset=)", samplers.rings_balanced),
     Patch(f"{TRAINER}._get_num_items_in_batch", "(self, batch_samples, device)", _get_num_items_in_batch),
-    Patch(f"{TRAINER}.training_step", "(self, model, inputs, num_items_in_batch=)", in_rings(_training_step)),
+    Patch(f"{TRAINER}.training_step", "(self, model, inputs, num_items_in_batch=)", _training_step),
     Patch(f"{TRAINER}.compute_loss", "(self, model, inputs, return_outputs=, num_items_in_batch=)", _compute_loss),
 ]

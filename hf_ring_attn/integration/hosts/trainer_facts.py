@@ -16,6 +16,7 @@ from ..context.introspect import is_a
 from ..context.mesh import ring_enabled, ring_group
 from ..losses import whole_heads
 from ..model import adapters, admission
+from ..patching.changes import around
 from ..patching.modules import Replaced
 from . import liger_arguments, own_methods, trainer_overrides
 
@@ -45,22 +46,14 @@ def shards_batches(trainer: Any) -> bool:
     return model_record.options_of(model).saves_memory and introspect.uses_ring(model)
 
 
-def in_rings(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes the replacement of a trainer's method (`Patch.make`): with a ring ``run``, else the method itself.
+def in_rings(run: Callable[..., Any]) -> Callable[[Any], Any]:
+    """As `changes.around` for a trainer's method: a trainer without a ring calls the method itself."""
 
-    Args:
-        run: gets the method, the trainer and the arguments.
-    """
+    @around
+    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(original, self, *args, **kwargs) if has_ring(self) else original(self, *args, **kwargs)
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *given: Any, **named: Any) -> Any:
-            if not has_ring(self):
-                return original(self, *given, **named)
-            return run(original, self, *given, **named)
-
-        return method
-
-    return make
+    return method
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

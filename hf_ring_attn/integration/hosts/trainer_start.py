@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from .. import log
 from ..gradients import fsdp
-from ..patching.changes import Patch, install, target_of
+from ..patching.changes import Original, Patch, around, install, target_of
 from . import (
     accelerate,
     distillation_trainer,
@@ -40,25 +39,23 @@ STARTS = {
 """Functions that change a trainer's settings for a ring, or refuse it, by class."""
 
 
-def _create_accelerator(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        log.say_again()
-        names = [*map(target_of, type(self).__mro__)]
-        for name in names:  # trl may have been imported after this package
-            install(TRL_PATCHES.get(name, ()))
-        with deferring_cp_checks(self.model):
-            original(self)
-        accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
-        accelerate.decide_by_models(self.accelerator, self.model)  # an Accelerator may have existed before
-        if trainer_facts.shards_batches(self):
-            trainer_facts.refuse_trainer(self)
-        if trainer_facts.has_ring(self):
-            fsdp.keep_float32(self.accelerator)  # TRL shards a reference, with this policy, before the model
-            for name in names:
-                if name in STARTS:
-                    STARTS[name](self)
-
-    return create_accelerator_and_postprocess
+@around
+def _create_accelerator(original: Original, self: Any) -> None:
+    log.say_again()
+    names = [*map(target_of, type(self).__mro__)]
+    for name in names:  # trl may have been imported after this package
+        install(TRL_PATCHES.get(name, ()))
+    with deferring_cp_checks(self.model):
+        original(self)
+    accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
+    accelerate.decide_by_models(self.accelerator, self.model)  # an Accelerator may have existed before
+    if trainer_facts.shards_batches(self):
+        trainer_facts.refuse_trainer(self)
+    if trainer_facts.has_ring(self):
+        fsdp.keep_float32(self.accelerator)  # TRL shards a reference, with this policy, before the model
+        for name in names:
+            if name in STARTS:
+                STARTS[name](self)
 
 
 PATCHES = (Patch(f"{trainer.TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),)

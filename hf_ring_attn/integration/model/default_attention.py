@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..log import warn
 from ..patching import changes
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 
 TARGET = "transformers.modeling_utils:PreTrainedModel._check_and_adjust_attn_implementation"
 
@@ -22,19 +21,18 @@ def use_by_default(name: str) -> None:
         ChangedHost: transformers' function has other parameters.
     """
 
-    def make(original: Callable[..., str]) -> Callable[..., str]:
-        def _check_and_adjust_attn_implementation(
-            self: Any, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
-        ) -> str:
-            if is_init_check and attn_implementation not in (None, name):
-                warn(
-                    f'--attention {name}: {type(self).__name__} keeps attn_implementation="{attn_implementation}", '
-                    "which its program or its config names",
-                    everywhere=False,
-                )
-            asked = name if is_init_check and attn_implementation is None else attn_implementation
-            return original(self, asked, is_init_check, allow_all_kernels)
+    @around
+    def adjust(
+        original: Original, self: Any, attn_implementation: str | None, is_init_check: bool = False,
+        allow_all_kernels: bool = False,
+    ) -> Any:  # fmt: skip
+        if is_init_check and attn_implementation not in (None, name):
+            warn(
+                f'--attention {name}: {type(self).__name__} keeps attn_implementation="{attn_implementation}", '
+                "which its program or its config names",
+                everywhere=False,
+            )
+        asked = name if is_init_check and attn_implementation is None else attn_implementation
+        return original(self, asked, is_init_check, allow_all_kernels)
 
-        return _check_and_adjust_attn_implementation
-
-    changes.install([Patch(TARGET, "(self, attn_implementation, is_init_check=, allow_all_kernels=)", make)])
+    changes.install([Patch(TARGET, "(self, attn_implementation, is_init_check=, allow_all_kernels=)", adjust)])

@@ -28,7 +28,7 @@ from ..context.introspect import (
     uses_interface,
     uses_ring,
 )
-from ..patching.changes import Patch
+from ..patching.changes import Original, Patch, around
 from .recurrent import recurrent_of
 
 _MIXES = "mixes neighbouring tokens, which are on other ranks"
@@ -161,18 +161,16 @@ def position_reasons(model: nn.Module, hidden: bool) -> Iterator[str]:
             yield f"{place_of(name, module)} numbers positions by {how}; put its position_ids into the batch"
 
 
-def _attention_of(original: Callable[..., str]) -> Callable[..., str]:
-    def get_correct_attn_implementation(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-        if requested_attention == NAME:
-            for table, classes in _tables(type(self)).items():
-                if "VISION" not in table:
-                    why = f"its code takes its attention from its own table ({table}), not from transformers' interface"
-                    raise errors.UnsupportedModel(type(self).__name__, [why])
-                if not takes_tokens(self):  # a tower, which sees whole images on every rank
-                    requested_attention = "sdpa" if "sdpa" in classes else "eager"
-        return original(self, requested_attention, is_init_check)
-
-    return get_correct_attn_implementation
+@around
+def _attention_of(original: Original, self: Any, requested_attention: str | None, is_init_check: bool = False) -> Any:
+    if requested_attention == NAME:
+        for table, classes in _tables(type(self)).items():
+            if "VISION" not in table:
+                why = f"its code takes its attention from its own table ({table}), not from transformers' interface"
+                raise errors.UnsupportedModel(type(self).__name__, [why])
+            if not takes_tokens(self):  # a tower, which sees whole images on every rank
+                requested_attention = "sdpa" if "sdpa" in classes else "eager"
+    return original(self, requested_attention, is_init_check)
 
 
 def _tables(model_class: type) -> dict[str, dict[str, type]]:

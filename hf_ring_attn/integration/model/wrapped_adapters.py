@@ -6,14 +6,13 @@ of weights. So PEFT 0.21 saves an adapter without weights, and does not say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
-from ..patching.changes import Patch, install
+from ..patching.changes import Original, Patch, around, install
 
 _WRAPPER, _PART = "CheckpointWrapper", "_checkpoint_wrapped_module."
 """torch's class, and what it adds to names; `fully_shard` makes a subclass of it."""
@@ -31,17 +30,15 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         install(PATCHES)
 
 
-def _weights_of_adapter(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    def weights(
-        model: Any, state_dict: dict[str, Tensor] | None = None, *args: Any, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        names = _wrapped_layers(model)
-        if names:
-            found = model.state_dict() if state_dict is None else state_dict
-            state_dict = {_by_module(name, names): x for name, x in found.items()}
-        return {name.replace(_PART, ""): x for name, x in original(model, state_dict, *args, **kwargs).items()}
-
-    return weights
+@around
+def _weights_of_adapter(
+    original: Original, model: Any, state_dict: dict[str, Tensor] | None = None, *args: Any, **kwargs: Any
+) -> dict[str, Tensor]:
+    names = _wrapped_layers(model)
+    if names:
+        found = model.state_dict() if state_dict is None else state_dict
+        state_dict = {_by_module(name, names): x for name, x in found.items()}
+    return {name.replace(_PART, ""): x for name, x in original(model, state_dict, *args, **kwargs).items()}
 
 
 def _wrapped_layers(model: nn.Module) -> dict[str, str]:

@@ -148,6 +148,26 @@ class Registration(_Target):
 Change = Patch | Registration
 
 
+Original = Callable[..., Any]
+"""A host's function, as the one that stands in for it gets it."""
+
+
+def around(run: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorates a function that stands in for a host's, and makes it a `Patch.make`.
+
+    Args:
+        run: gets the host's function, and then the arguments of the call.
+    """
+
+    def make(original: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return run(original, *args, **kwargs)
+
+        return replacement
+
+    return make
+
+
 def target_of(owner: type) -> str:
     """A class as targets of changes name it: "package.module:Class"."""
     return f"{owner.__module__}:{owner.__qualname__}"

@@ -53,7 +53,7 @@ def test_a_rank_reads_the_states_of_its_rings_rank(
         mock.patch.object(random_states, "warn", lambda text: read.append(text)),
     ):
         trainer = SimpleNamespace(accelerator=accelerator)
-        random_states._load(lambda _self, _checkpoint: read.append(TRAINER_S), trainer, str(tmp_path))
+        random_states._load(lambda _self, _checkpoint: read.append(TRAINER_S))(trainer, str(tmp_path))
     if want == "lost":
         (text,) = read
         assert text.endswith(
