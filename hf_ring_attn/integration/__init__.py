@@ -9,10 +9,7 @@ from __future__ import annotations
 from .attention import masks
 from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
-from .batch import loss_graph
 from .context.introspect import NAME
-from .context.model_record import forget_models
-from .gradients import beside_weights, ddp, fsdp, loss_gradients, replicas
 from .hosts import (
     accelerate,
     best_model,
@@ -64,12 +61,4 @@ def install() -> None:
 def uninstall() -> None:
     """Undoes the registrations and every patch of transformers, accelerate and trl; takes what is ours off modules."""
     modules.remove_all()
-    optimizer_steps.forget()
-    ddp.forget()
-    fsdp.forget()
-    beside_weights.forget()
-    loss_gradients.forget()
-    loss_graph.forget()
-    replicas.forget()
-    forget_models()
     changes.uninstall()  # last: a filter may turn its warnings into errors

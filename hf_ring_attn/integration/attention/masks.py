@@ -233,7 +233,7 @@ def _spec_of_whole_rows(
         terms = both(terms, (Term(ids=layout.pad(torch.zeros(batch, length, dtype=torch.int64, device="cpu"), 1, -1)),))
     mask = Mask.of_terms(terms, batch, layout.padded, hidden)
     if context is None:
-        options = model_record.ring_config(config)
+        options = model_record.configured([config]) or model_record.DEFAULT
         return MaskSpec(_plan(LOCAL, layout, mask), layout, mask, seen, options, None, device)
     return MaskSpec(_plan(context.ring.name, layout, mask), layout, mask, seen, context.config, context)
 

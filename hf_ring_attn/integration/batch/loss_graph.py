@@ -24,6 +24,7 @@ from ..context.graph_notes import WholeCall, batch_of_output, call_of_attention
 from ..context.model_record import latest_record
 from ..gradients import fsdp
 from ..gradients.backward_end import SOME, average, call_at_end
+from ..patching.changes import at_uninstall
 from ..patching.compiler import uncompiled
 from ..patching.modules import Replaced
 
@@ -176,6 +177,7 @@ def _beside(losses: Any) -> dict[Ring, list[Tensor]]:
     return found
 
 
+@at_uninstall
 def forget() -> None:
     """Brings torch's own functions back."""
     while _replaced:

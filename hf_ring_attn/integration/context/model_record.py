@@ -17,6 +17,7 @@ from ... import errors
 from ...arguments import check_type
 from ...comm.groups import state_in
 from ...config import RingConfig
+from ..patching.changes import at_uninstall
 from ..patching.modules import HOOKS, is_ours, programs_own
 from .introspect import NAME, compiled_call, configs_of, inside, is_compiled, modules_of
 
@@ -66,11 +67,6 @@ def _copy_options(modules: Iterable[nn.Module]) -> None:
         carried, config = module.__dict__.get(_CARRIED), module.__dict__.get("config")
         if isinstance(carried, _Carried) and config not in _OPTIONS:
             _OPTIONS[config] = carried.config
-
-
-def ring_config(config: Any) -> RingConfig:
-    """The options set for the model that has this transformers config; the defaults if none were set."""
-    return configured([config]) or DEFAULT
 
 
 def configured(configs: Iterable[Any]) -> RingConfig | None:
@@ -187,6 +183,7 @@ class SeenOutputs:
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()
+at_uninstall(_RECORDS.clear)
 _KEPT = 3
 """The most records of a model: an adapter that is switched off and on would have a new one at each turn."""
 
@@ -215,11 +212,6 @@ def weights_of_models() -> set[int]:
 def forget_model(model: nn.Module) -> None:
     """Drops the record of one model."""
     _RECORDS.pop(inside(model), None)
-
-
-def forget_models() -> None:
-    """Drops every record; called by `uninstall`, which removes hooks and patches."""
-    _RECORDS.clear()
 
 
 CHECKPOINT_FUNCTIONS = OF_TRANSFORMERS, OF_TORCH = "_gradient_checkpointing_func", "checkpoint_fn"

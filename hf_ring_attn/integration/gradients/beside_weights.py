@@ -20,6 +20,7 @@ from ... import errors
 from ...comm.ring import Ring
 from ..context import model_record
 from ..patching import optimizer_steps
+from ..patching.changes import at_uninstall
 from .loss_gradients import differ, summary_of
 
 GROUPS = 16
@@ -39,6 +40,8 @@ _beside: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Tensor
 """The number of an optimizer's weights, and those that are of no model."""
 _stepped: list[list[tuple[tuple[int, ...], Tensor]]] = []
 """For each step since the last batch the shapes of such weights, and the summaries of their gradients."""
+at_uninstall(_beside.clear)
+at_uninstall(_stepped.clear)
 
 
 def watch() -> None:
@@ -90,9 +93,3 @@ def start_comparison(ring: Ring, device: torch.device) -> tuple[list[Any], Calla
     for place, (_, summary) in enumerate(steps):
         groups[place % GROUPS] += summary
     return [len(steps), *(groups.view(torch.int64).flatten() if steps else [0] * 2 * GROUPS)], end
-
-
-def forget() -> None:
-    """Forgets all optimizers and steps."""
-    _beside.clear()
-    _stepped.clear()

@@ -25,6 +25,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import DDP, is_ddp, modules_of, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..patching import optimizer_steps
+from ..patching.changes import at_uninstall
 from ..patching.modules import attach
 from .backward_end import Averages, BackwardEnd, average
 
@@ -40,6 +41,10 @@ class Wrapped:
         """The weights that trained in the batches since its last average, by their identities."""
         self.has_late = False
         """Some of them began to train after it was made."""
+        self.seen = frozenset[int]()
+        """The identities of the weights that trained in any batch; it keeps these alive."""
+        self.left: tuple[Ring, str] | None = None
+        """Its ring, and what to do, if its last forward was in its no_sync or past it; until its optimizer steps."""
         self._paused = self._passed = False
         self._reduced: list[Tensor] | None = None
         self._task: int | None = None
@@ -53,9 +58,9 @@ class Wrapped:
         self.awaits |= not self.is_local
         context = batch_context.current()
         if not self.is_local:
-            _LOCAL.pop(wrapper, None)
+            self.left = None
         elif context is not None and context.ring.size > 1:
-            _LOCAL[wrapper] = context.ring, _NO_SYNC
+            self.left = context.ring, _NO_SYNC
         # It would expect gradients that do not come, and take later ones for them.
         if self.has_late and not self.is_local and not any(x.requires_grad for x in self.reduced()):
             wrapper.require_backward_grad_sync, self._paused = False, True
@@ -141,15 +146,16 @@ class Wrapped:
 _UNMARKED = re.compile(r"did not receive grad for rank \d+:((?: \d+)+)")
 
 
-_SEEN: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-"""The identities of the weights that trained in any batch of each DDP wrapper, which keeps them alive."""
-
 _WRAPPED: weakref.WeakKeyDictionary[Any, Wrapped] = weakref.WeakKeyDictionary()
 """The state of each DDP wrapper."""
+at_uninstall(_WRAPPED.clear)
 
-_LOCAL: weakref.WeakKeyDictionary[Any, tuple[Ring, str]] = weakref.WeakKeyDictionary()
-"""The ring of each DDP wrapper whose last forward was in its ``no_sync``, or past it, and what to do about that; until
-its weights' optimizer steps."""
+
+def _state_of(wrapper: Any) -> Wrapped:
+    if wrapper not in _WRAPPED:
+        wrapped = _WRAPPED[wrapper] = Wrapped(wrapper)
+        attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
+    return _WRAPPED[wrapper]
 
 
 def wrappers_of(model: nn.Module) -> list[Any]:
@@ -175,12 +181,9 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
         return
     visit, around = context.state(Visits).get(latest_record(model)), set(map(id, unwrapped(model)))
     for wrapper in wrappers_of(model):
-        wrapped = _WRAPPED.get(wrapper)
-        if wrapped is None:
-            wrapped = _WRAPPED[wrapper] = Wrapped(wrapper)
-            attach(wrapper, "backward_end", wrapped.before_forward, wrapped.after_forward)
-            if context.log.ran and id(wrapper) in around:  # it is running, past its hooks
-                wrapped.before_forward()
+        is_new, wrapped = wrapper not in _WRAPPED, _state_of(wrapper)
+        if is_new and context.log.ran and id(wrapper) in around:  # it is running, past its hooks
+            wrapped.before_forward()
         averages = Averages(wrapper.module.parameters, wrapped.end, context.ring, wrapped.passes)
         context.state(BackwardEnd).parts[id(wrapper)] = averages
         if visit is not None:
@@ -189,16 +192,16 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
                 own = set(map(id, wrapper.module.parameters()))
                 weights = [x for x in weights if id(x) in own]
             trained = frozenset(map(id, weights))
-            seen = _SEEN[wrapper] = _SEEN.get(wrapper, frozenset()) | trained
+            wrapped.seen |= trained
             wrapped.trained[trained] = weights
-            wrapped.has_late = len(seen) > wrapper._get_ddp_logging_data()["num_parameter_tensors"]
+            wrapped.has_late = len(wrapped.seen) > wrapper._get_ddp_logging_data()["num_parameter_tensors"]
         optimizer_steps.call_before_each_step(_refuse_unaveraged)
 
 
 def note_call(wrapper: Any, ring: Ring) -> None:
     """Notes a call of the model inside a DDP wrapper: past the wrapper no gradient is averaged."""
     if torch.is_grad_enabled() and type(wrapper)._active_ddp_module is not wrapper:
-        _LOCAL[wrapper] = ring, _PAST
+        _state_of(wrapper).left = ring, _PAST
 
 
 def _refuse_unaveraged(optimizer: Optimizer) -> None:
@@ -210,28 +213,29 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
     """
     if any(_steps_inside(wrapper, optimizer) for wrapper in list(_WRAPPED)):
         return
-    awaiting = {  # a backward whose end was not seen, or none
-        wrapper: (Ring.of(wrapper.process_group), _LATE if wrapped.has_late else _UNSEEN)
-        for wrapper, wrapped in _WRAPPED.items()
-        if wrapped.awaits
-    }
-    for wrapper, (ring, todo) in {**awaiting, **_LOCAL}.items():
+    every = list(_WRAPPED.items())
+    for wrapper, wrapped in every:
+        if not (wrapped.left or wrapped.awaits):
+            continue
         names = {id(x): name.removeprefix("module.") for name, x in wrapper.named_parameters()}
         mine = [x for x in optimizer_steps.weights_of(optimizer) if id(x) in names]
         if mine:  # a step of other weights sends nothing: one rank may make it alone, of a probe
-            _LOCAL.pop(wrapper, None)
+            unseen = _LATE if wrapped.has_late else _UNSEEN  # a backward whose end was not seen, or none
+            (ring, todo), wrapped.left = wrapped.left or (Ring.of(wrapper.process_group), unseen), None
             norms = {f"gradient of {names[id(x)]} (its norm)": None if x.grad is None else x.grad.norm() for x in mine}
             ring.agree(norms, ring.small_device(mine[0].device), todo, doing="compared gradients that DDP left alone")
-    for wrapper, seen in list(_SEEN.items()):
+    for wrapper, wrapped in every:
         try:
             wrapper.reducer._check_reducer_finalized()
         except RuntimeError:
             weights = dict(wrapper.named_parameters())
             theirs = set(map(id, weights.values()))
             mine = [x for x in optimizer_steps.weights_of(optimizer) if id(x) in theirs]
-            if not mine:
+            if not mine or not wrapped.seen:
                 continue
-            lacking = (n for n, x in weights.items() if id(x) in seen and (x.grad is None or not x.requires_grad))
+            lacking = (
+                n for n, x in weights.items() if id(x) in wrapped.seen and (x.grad is None or not x.requires_grad)
+            )
             name = next(lacking, "").removeprefix("module.")
             example = f" ({name}, ...)" if name else ""
             raise errors.UnsupportedModel(
@@ -275,10 +279,3 @@ _PAST = (
     "The model inside DDP was called, so DDP did not average its gradients, and the loss is not the model's: call the "
     "model that DDP wraps, or compute_loss gets."
 )
-
-
-def forget() -> None:
-    """Forgets all wrappers."""
-    _SEEN.clear()
-    _WRAPPED.clear()
-    _LOCAL.clear()

@@ -23,6 +23,7 @@ from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord, latest_record
 from ..log import say, warn
 from ..patching import optimizer_steps
+from ..patching.changes import at_uninstall
 from ..patching.modules import Replaced
 from .fsdp_units import groups_of
 
@@ -141,6 +142,7 @@ def sharding_of(record: ModelRecord) -> Ring | None:
 
 _TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that FSDP2 shards and that trained in a ring."""
+at_uninstall(_TRAINED.clear)
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
@@ -181,25 +183,15 @@ _UNREDUCED = (
 )
 
 
-def forget() -> None:
-    """Forgets the models that trained."""
-    _TRAINED.clear()
-
-
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the wrappers in a model, or around this call, that were never tested."""
     if context.ring.size > 1:
-        yield from _untested([*model.modules(), *_called_around()])
+        yield from untested(model.modules())
 
 
-def untested_around() -> Iterator[str]:
-    """Yields the wrappers around this call that were never tested: a program may shard a batch inside its forward."""
-    yield from _untested(_called_around())
-
-
-def _untested(modules: Iterable[nn.Module]) -> Iterator[str]:
-    """Yields those of some modules that were never tested, in words."""
-    modules = list(modules)
+def untested(given: Iterable[nn.Module] = ()) -> Iterator[str]:
+    """Yields what was never tested of some modules and of those around this call: a forward may shard a batch."""
+    modules = [*given, *_called_around()]
     yield from (UNTESTED[kind] for kind in sorted({type(module).__name__ for module in modules} & UNTESTED.keys()))
     if any(map(_is_split, modules)):
         yield "tensor parallelism is not tested: load the model without a tp_plan, and use FSDP2 or DDP"

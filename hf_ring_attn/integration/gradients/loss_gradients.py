@@ -6,8 +6,8 @@ tokens (twice the loss, if one of them is special) has another on each, perhaps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...comm.fingerprint import number_of
 from ...comm.ring import Ring
 from ..context.attended_layers import AttendedLayers
 from ..patching import optimizer_steps
+from ..patching.changes import at_uninstall
 
 TODO = (
     "A program may use the loss in any way, but not by what its rank's tokens or labels are. Look at whole rows in the "
@@ -36,6 +37,7 @@ SAME_NORM = 1e-3
 _FACTOR = "factor of the loss that the model's forward returns, by that of its loss function"
 _waiting: list[tuple[torch.device, Callable[[], object]]] = []
 """Devices and ends of the comparisons since an optimizer's last step, or since the last batch."""
+at_uninstall(_waiting.clear)
 
 
 def start(gradient: Tensor, ring: Ring, factor: float | Tensor | None, layers: AttendedLayers) -> None:
@@ -83,7 +85,10 @@ def compare_with_layers(
     ring: Ring, facts: Mapping[str, object], numbers: list[Any], layers: AttendedLayers, doing: str,
     device: torch.device, refuse: Callable[..., None],
 ) -> None:  # fmt: skip
-    """Starts the comparison of layers, of ``facts``, and of ``numbers``: ``refuse`` gets each of these of all ranks."""
+    """Starts the comparison of layers, of ``facts``, and of ``numbers``: ``refuse`` gets each of these of all ranks.
+
+    It ends before the next step of an optimizer, or with the next batch.
+    """
     device = ring.small_device(device)
     end = ring.start_agreement(facts, device, TODO, collect=[*layers.numbers, *numbers], doing=doing)
 
@@ -92,13 +97,8 @@ def compare_with_layers(
         layers.refuse(ring, known, layers_of)
         refuse(*others)
 
-    wait_for(device, refuse_either)
-
-
-def wait_for(device: torch.device, end: Callable[[], object]) -> None:
-    """Ends a comparison before the next step of an optimizer, or the next batch. ``device``: of its messages."""
-    optimizer_steps.call_before_each_step(_finish_before_step)
-    _waiting.append((device, end))
+    optimizer_steps.call_before_each_step(finish)
+    _waiting.append((device, refuse_either))
 
 
 def _bits(x: float | Tensor, device: torch.device) -> int | Tensor:
@@ -122,7 +122,7 @@ def _refuse_norms(norms: list[int], along: list[int]) -> None:
         )
 
 
-def finish() -> None:
+def finish(_optimizer: Optimizer | None = None) -> None:
     """Ends the comparisons that were started.
 
     Raises:
@@ -134,25 +134,11 @@ def finish() -> None:
             end()
 
 
-@contextmanager
-def beside(device: torch.device) -> Iterator[None]:
+def beside(device: torch.device) -> AbstractContextManager[object]:
     """Lets the host wait inside for a message that was sent as the backward began, not for all of the backward."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(_stream(device)):
-        yield
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _finish_before_step(_optimizer: Optimizer) -> None:
-    finish()
-
-
-def forget() -> None:
-    """Drops the comparisons that were started."""
-    _waiting.clear()

@@ -24,6 +24,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import is_ddp, is_dtensor, is_unit, may_train, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
+from ..patching.changes import at_uninstall
 from . import fsdp, fsdp_units
 from .backward_end import Averages, BackwardEnd, average
 from .loss_gradients import TODO
@@ -322,6 +323,7 @@ def warn_if_not_reduced() -> None:
         )
 
 
+@at_uninstall
 def forget() -> None:
     """Forgets the models of the last batch, and removes the hooks on their weights."""
     for watched in list(_GRADIENTS.values()):

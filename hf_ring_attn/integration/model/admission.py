@@ -147,7 +147,7 @@ def refuse(config: Any, context: BatchContext) -> None:
     if context.ring.size == 1:
         return
     reasons = [
-        *_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS), *fsdp.untested_around(),
+        *_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS), *fsdp.untested(),
     ]  # fmt: skip
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)

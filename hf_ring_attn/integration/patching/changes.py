@@ -277,18 +277,30 @@ def _is_gone(module: str) -> bool:
     return name not in sys.modules and hasattr(package, "__path__") and importlib.util.find_spec(name) is None
 
 
+_forgotten: list[Callable[[], object]] = []
+"""Functions that clear the globals of other files."""
+
+
+def at_uninstall(forget: Callable[[], object]) -> Callable[[], object]:
+    """Lets `uninstall` call ``forget`` before it undoes any change. Also a decorator."""
+    _forgotten.append(forget)
+    return forget
+
+
 def installed() -> list[str]:
     """The keys of the current changes, in order."""
     return [key for key, _ in _undos]
 
 
 def uninstall() -> None:
-    """Undoes every change: restores the original attribute objects.
+    """Undoes every change: restores the original attribute objects, and clears what files of this package remember.
 
     Warns:
         PatchedByOthers: of attributes that another program changed again, when all are restored.
     """
     others = []
+    for forget in _forgotten:
+        forget()
     with _lock:
         while _undos:
             key, undo = _undos.pop()

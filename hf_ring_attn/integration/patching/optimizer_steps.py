@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .changes import at_uninstall
+
 _called: list[Callable[[Optimizer], None]] = []
 _hook: list[RemovableHandle] = []
 """The handle of the one hook, since `watch`."""
@@ -65,6 +67,7 @@ def weights_of(optimizer: Optimizer) -> list[Tensor]:
     return [x for group in optimizer.param_groups for x in group["params"]]
 
 
+@at_uninstall
 def forget() -> None:
     """Removes the hook and the functions."""
     while _hook:
