@@ -183,7 +183,8 @@ class Binding:
             raise
         # This hook runs before every module, so it leaves once they are known: 32 layers have 400. A compiled model
         # would trace it, and compile again for each batch.
-        if self.handle is not None and (searched or _holds_compiled(module)):
+        compiled = introspect.compiled_part(module) is not None or model_record.latest_record(module).compiled
+        if self.handle is not None and (searched or compiled):
             self.handle.remove()
             self.handle = None
         if self._is_text_part(module):
@@ -284,8 +285,3 @@ def _note_failure(model: nn.Module, context: BatchContext, hooks: ExitStack) -> 
         return
     if model_record.latest_record(model).uses_ring():
         hooks.enter_context(model.register_forward_hook(after, always_call=True, prepend=True))
-
-
-def _holds_compiled(model: nn.Module) -> bool:
-    """Returns True if torch.compile was called on ``model`` or on a part of it."""
-    return introspect.compiled_part(model) is not None or model_record.latest_record(model).compiled

@@ -68,7 +68,7 @@ class _Found:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.of_model = set(map(id, modules))
         self.seen: dict[int, Any] = {}  # they stay alive, so ids are not reused
-        self.undos: list[Callable[[], None]] = []
+        self.undos: list[Callable[[], object]] = []
 
     def visit(self, x: Any, depth: int = 0) -> None:
         if depth > DEPTH or len(self.seen) > OBJECTS or id(x) in self.seen:
@@ -94,7 +94,7 @@ class _Found:
             if is_of_program(type(x).__module__):  # a weight that hands what it holds to an object of its module
                 return self._attributes(x, vars(x).__setitem__, vars(x).__delitem__)
         elif isinstance(x, torch.Generator):
-            self.undos.append(_undo_draws(x))
+            self.undos.append(partial(x.set_state, x.get_state()))
         elif isinstance(x, type):
             return self._attributes(x, partial(setattr, x), partial(delattr, x)) if is_of_program(x.__module__) else []
         elif is_of_program(file_of(x)) or file_of(x).startswith("torch.nn.modules."):
@@ -169,15 +169,6 @@ def _entries(collection: Any) -> list[Any]:
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, PLAIN) or type(value) in COLLECTIONS
-
-
-def _undo_draws(generator: torch.Generator) -> Callable[[], None]:
-    state = generator.get_state()
-
-    def undo() -> None:
-        generator.set_state(state)
-
-    return undo
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -117,16 +117,15 @@ def _same_arrays(one: Any, other: Any) -> bool:
     return bool(one[2:] == other[2:] and (one[1] == other[1]).all())
 
 
-def _same_tensors(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(map(torch.equal, one, other))
-
-
 _HOST = (
     _Source(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed, torch.equal),
     _Source(random.getstate, random.setstate, random.seed, operator.eq),
     _Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed, _same_arrays),
 )
-_GPUS = _Source(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all, _same_tensors)
+_GPUS = _Source(
+    torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all,
+    lambda one, other: all(map(torch.equal, one, other)),
+)  # fmt: skip
 
 
 def _sources() -> tuple[_Source, ...]:

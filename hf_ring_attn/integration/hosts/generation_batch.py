@@ -16,15 +16,10 @@ from ..patching.changes import Original, Patch, around
 @around
 def _post_init(original: Original, self: Any) -> None:
     if getattr(self, "generation_batch_size", None) is not None and self.steps_per_generation is None:
+        config = self.parallelism_config or parallelism_of_process()
         # `grpo_trainer.start` counts it by rings again.
-        self.generation_batch_size *= _ring_size(self)
+        self.generation_batch_size *= launched_ring() if config is None else int(config.cp_size)
     original(self)
-
-
-def _ring_size(args: Any) -> int:
-    """The ring size of trainers that get these TrainingArguments."""
-    config = args.parallelism_config or parallelism_of_process()
-    return launched_ring() if config is None else int(config.cp_size)
 
 
 PATCHES = (Patch("transformers.training_args:TrainingArguments.__post_init__", "(self)", _post_init),)

@@ -117,16 +117,12 @@ def _step(host: Any, model: nn.Module, whole: Any) -> Iterator[None]:
 def _score(original: Original, self: Any, inputs: Any) -> Any:
     _refuse(self)
     with rings.rings_as_processes(self), environments_of_first_rank(self, ring_of_process()):
-        if not self.model.training:
-            _refuse_partial_groups(self, len(inputs))
+        replicas = self.accelerator.num_processes
+        rows, generations = len(inputs) * replicas, self.num_generations_eval
+        if not self.model.training and rows % generations:
+            counted = f"{len(inputs)} rows of an evaluation x {replicas} rings"
+            raise errors.PartialGroups(rows, counted, generations)
         return original(self, inputs)
-
-
-def _refuse_partial_groups(host: Any, rows: int) -> None:
-    replicas = host.accelerator.num_processes
-    if rows * replicas % host.num_generations_eval:
-        counted = f"{rows} rows of an evaluation x {replicas} rings"
-        raise errors.PartialGroups(rows * replicas, counted, host.num_generations_eval)
 
 
 @around

@@ -32,7 +32,6 @@ LOSS_OF_RANK = "_hf_ring_attn_loss_of_rank"
 averaged over devices is a rank's part, so that the mean of the ranks' losses is the loss of their ring."""
 COUNT = "num_items_in_batch"
 EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_step")
-SAMPLER = "_get_train_sampler"
 
 _steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
 """Trainers whose own training_step does not call Trainer's."""
@@ -54,13 +53,10 @@ def wrap_own_methods(trainer: Any, group: Any) -> None:
     Args:
         group: of the ring.
     """
-    if group is None:
-        return
-    for name in (*EVALUATIONS, SAMPLER):
+    runs = {**dict.fromkeys(EVALUATIONS, _evaluate), "_get_train_sampler": _sample, "compute_loss": _compute_loss}
+    for name, run in runs.items() if group is not None else ():
         if is_own(trainer, name):
-            stand_in(trainer, name, _sample if name == SAMPLER else _evaluate)
-    if is_own(trainer, "compute_loss"):
-        stand_in(trainer, "compute_loss", _compute_loss)
+            stand_in(trainer, name, run)
 
 
 def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:
