@@ -26,15 +26,17 @@ from ..log import warn
 from ..model import ring_calls
 from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
-from . import grpo_trainer, ring_overrides, trainer, trainer_facts, trainer_overrides
+from . import grpo_trainer, trainer, trainer_facts, trainer_overrides
 from . import rings_as_processes as rings
 from .gather_for_metrics import gather_sums_per_ring
+from .program_methods import stand_in
 
 
 def start(host: Any) -> None:
     """Refuses what cannot be exact."""
     _refuse(host)
-    ring_overrides.know_rings(host, "get_train_dataloader")  # it sizes batches of prompts, and calls its sampler
+    # It sizes batches of prompts, and calls its sampler.
+    stand_in(host, "get_train_dataloader", rings.counting_rings(kind=rings.RingsCounted))
     if host.args.use_vllm:
         warn(grpo_trainer.VLLM, everywhere=False)
 

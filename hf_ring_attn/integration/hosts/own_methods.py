@@ -22,16 +22,22 @@ from transformers import Trainer
 from ... import errors
 from ..batch.loss_graph import refuse_past_outputs
 from ..context import batch_context
+from ..patching.changes import Original
 from ..patching.modules import Replaced
-from .program_methods import Given, Named, is_own, stand_in
-from .rings_as_processes import RingsAsProcesses, RingsCounted, processes_counted, rings_as_processes
+from .program_methods import is_own, stand_in
+from .rings_as_processes import (
+    RingsAsProcesses,
+    RingsCounted,
+    counting_rings,
+    processes_counted,
+    rings_as_processes,
+)
 from .trainer_overrides import SHARDS_CALLS
 
 LOSS_OF_RANK = "_hf_ring_attn_loss_of_rank"
 """The attribute of a trainer in a loss of the program's own of a rank's tokens. There a count of tokens that is not
 averaged over devices is a rank's part, so that the mean of the ranks' losses is the loss of their ring."""
 COUNT = "num_items_in_batch"
-EVALUATIONS = ("evaluate", "evaluation_loop", "prediction_step")
 
 _steps_by_itself: weakref.WeakSet[Any] = weakref.WeakSet()
 """Trainers whose own training_step does not call Trainer's."""
@@ -53,33 +59,22 @@ def wrap_own_methods(trainer: Any, group: Any) -> None:
     Args:
         group: of the ring.
     """
-    runs = {**dict.fromkeys(EVALUATIONS, _evaluate), "_get_train_sampler": _sample, "compute_loss": _compute_loss}
-    for name, run in runs.items() if group is not None else ():
+    for name, run in RUNS.items() if group is not None else ():
         if is_own(trainer, name):
             stand_in(trainer, name, run)
 
 
-def shard_calls(trainer: Any, calls: Callable[[Any, Any], AbstractContextManager[Any]]) -> None:
-    """Lets a training_step of the program's own call models with whole rows.
+Calls = Callable[[Any, Any], AbstractContextManager[Any]]
+"""Makes the context of a trainer and a model in which the model's calls are sharded."""
 
-    Args:
-        calls: makes the context of a trainer and a model in which its calls are sharded.
-    """
+
+def shard_calls(trainer: Any, calls: Calls) -> None:
+    """Lets a training_step of the program's own call models with whole rows."""
     if is_own(trainer, "training_step"):
         stand_in(trainer, "training_step", functools.partial(_training_step, calls))
 
 
-def _evaluate(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
-    with rings_as_processes(trainer):
-        return method(*given, **named)
-
-
-def _sample(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
-    with rings_as_processes(trainer, of_arguments=RingsAsProcesses):  # it may deal out rows by both numbers
-        return method(*given, **named)
-
-
-def _compute_loss(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+def _compute_loss(method: Original, trainer: Any, *given: Any, **named: Any) -> Any:
     context, shards_calls = batch_context.current(), SHARDS_CALLS in vars(trainer)
     is_sharded = context is not None and not context.whole_head and not shards_calls
     if is_sharded or (isinstance(trainer.accelerator, RingsCounted) and not shards_calls):
@@ -99,7 +94,15 @@ def _compute_loss(trainer: Any, method: Callable[..., Any], given: Given, named:
     return result
 
 
-def _of_rank(method: Callable[..., Any], given: Given, named: Named, size: int) -> tuple[Given, Named]:
+RUNS: dict[str, Original] = {
+    **dict.fromkeys(("evaluate", "evaluation_loop", "prediction_step"), counting_rings()),
+    "_get_train_sampler": counting_rings(of_arguments=RingsAsProcesses),  # it may deal out rows by both numbers
+    "compute_loss": _compute_loss,
+}
+"""The functions that call a program's own methods, by name."""
+
+
+def _of_rank(method: Original, given: tuple[Any, ...], named: dict[str, Any], size: int) -> tuple[Any, Any]:
     """Arguments of a compute_loss, with a rank's part of the ring's count of tokens."""
     places = [*inspect.signature(method).parameters]
     if COUNT not in places:  # it has *args
@@ -111,10 +114,7 @@ def _of_rank(method: Callable[..., Any], given: Given, named: Named, size: int) 
     return given, named
 
 
-def _training_step(
-    calls: Callable[[Any, Any], AbstractContextManager[Any]], trainer: Any, method: Callable[..., Any], given: Given,
-    named: Named,
-) -> Any:  # fmt: skip
+def _training_step(calls: Calls, method: Original, trainer: Any, *given: Any, **named: Any) -> Any:
     _steps_by_itself.add(trainer)  # until Trainer's own is called
     with rings_as_processes(trainer), calls(trainer, given[0] if given else named["model"]):
         return method(*given, **named)

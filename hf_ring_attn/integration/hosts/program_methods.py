@@ -13,8 +13,6 @@ from ..patching.changes import Original, around, installed
 HOSTS = ("transformers.", "trl.", "hf_ring_attn.")
 """Modules whose methods are known here."""
 
-Given = tuple[Any, ...]
-Named = dict[str, Any]
 
 _stand_ins: weakref.WeakSet[Any] = weakref.WeakSet()
 """The functions that stand in for methods. Not an attribute of them: a program's own wrapper would copy it."""
@@ -57,12 +55,12 @@ def _is_ours(function: Any) -> bool:
     return any(function is one for one in _stand_ins)  # by identity: a program's may have no hash
 
 
-Run = Callable[[Any, Callable[..., Any], Given, Named], Any]
-"""Calls a method of a trainer: of the trainer, the method, and the method's arguments as a tuple and a dict."""
+def stand_in(trainer: Any, method: str, run: Callable[..., Any]) -> None:
+    """Puts a function in the place of a trainer's method. Without our patches it calls the method.
 
-
-def stand_in(trainer: Any, method: str, run: Run) -> None:
-    """Puts a function in the place of a trainer's method. It calls ``run``; without our patches, the method."""
+    Args:
+        run: gets the method, the trainer and the arguments of the call, as in `changes.around`.
+    """
     if stands_in(trainer, method):
         return
     own, kind, of = set_on(trainer, method), type(trainer), weakref.ref(trainer)  # else each would keep the other alive
@@ -71,7 +69,7 @@ def stand_in(trainer: Any, method: str, run: Run) -> None:
     def function(*given: Any, **named: Any) -> Any:
         host = of()
         original = functools.partial(getattr(kind, method), host) if own is None else own
-        return run(host, original, given, named) if installed() else original(*given, **named)
+        return run(original, host, *given, **named) if installed() else original(*given, **named)
 
     function.replaced = own  # type: ignore[attr-defined]
     _stand_ins.add(function)

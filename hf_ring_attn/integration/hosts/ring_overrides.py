@@ -17,10 +17,10 @@ from accelerate.utils import operations, send_to_device
 
 from ..context import ring_random
 from ..context.mesh import ring_of_process
-from ..patching.changes import has_patch
+from ..patching.changes import Original, has_patch
 from ..patching.modules import Replaced
 from . import rings_as_processes as rings
-from .program_methods import Given, Named, refuse_set_on, stand_in
+from .program_methods import refuse_set_on, stand_in
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"gather": rings.gather, "gather_object": rings.gather_object}
 
@@ -37,7 +37,7 @@ def wrap_overrides(trainer: Any, methods: tuple[str, ...]) -> None:
             stand_in(trainer, method, functools.partial(_once_for_each_ring, method))
 
 
-def _once_for_each_ring(name: str, trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+def _once_for_each_ring(name: str, method: Original, trainer: Any, *given: Any, **named: Any) -> Any:
     if ring_of_process().size == 1:
         return method(*given, **named)
     with ExitStack() as stack:
@@ -59,18 +59,6 @@ def of_first_rank(trainer: Any, method: str, call: Callable[[], Any]) -> Any:
     mine = send_to_device(returned, "cpu") if ring.rank == 0 else None
     first = ring.of_first(mine, f"sent what its trainer's {method} returned")
     return returned if ring.rank == 0 else send_to_device(first, trainer.accelerator.device)
-
-
-def know_rings(trainer: Any, method: str) -> None:
-    """Lets ``method`` of a trainer, the host's or an override, know the number of rings, on each rank by itself."""
-    stand_in(trainer, method, _knowing_rings)
-
-
-def _knowing_rings(trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
-    if ring_of_process().size == 1:
-        return method(*given, **named)
-    with rings.rings_as_processes(trainer, rings.RingsCounted):
-        return method(*given, **named)
 
 
 def _overrides(kind: type, method: str) -> list[type]:

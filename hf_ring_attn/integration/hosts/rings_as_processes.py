@@ -108,6 +108,16 @@ def rings_as_processes(
         yield
 
 
+def counting_rings(**kinds: type[RingsCounted]) -> Original:
+    """For `program_methods.stand_in`: runs a method in `rings_as_processes` with these ``kinds``."""
+
+    def run(method: Original, trainer: Any, *given: Any, **named: Any) -> Any:
+        with rings_as_processes(trainer, **kinds):
+            return method(*given, **named)
+
+    return run
+
+
 @contextmanager
 def processes_counted(trainer: Any) -> Iterator[None]:
     """Lets a trainer count processes again."""

@@ -18,7 +18,7 @@ from ... import errors
 from ..context.introspect import unwrapped
 from ..context.tracked_input import version_of
 from ..patching.changes import Patch, has_patch, target_of
-from .program_methods import Given, Named, owner_of, refuse_set_on, stand_in, stands_in
+from .program_methods import owner_of, refuse_set_on, stand_in, stands_in
 
 OF_WHOLE_ROWS = {
     "trl.experimental.orpo.orpo_trainer:ORPOTrainer", "trl.experimental.cpo.cpo_trainer:CPOTrainer",
@@ -127,7 +127,7 @@ class _CheckedOverride:
         self.noted: tuple[list[Any], tuple[Any, Any], list[Any]] | None = None
         """The arguments of the patched method, its result, and the contents of that."""
 
-    def __call__(self, trainer: Any, method: Callable[..., Any], given: Given, named: Named) -> Any:
+    def __call__(self, method: Callable[..., Any], trainer: Any, *given: Any, **named: Any) -> Any:
         before = _contents((*given, *named.values()))
         returned = method(*given, **named)
         if not self._shards(trainer) or vars(trainer).get(SHARDS_CALLS):
