@@ -48,18 +48,6 @@ class ShareOfCount(float):
         return float, (float(repr(self)),)
 
 
-def _rounding(name: str) -> Callable[..., Any]:
-    plain = getattr(float, name)
-
-    def operation(self: float, *others: Any) -> Any:
-        found = plain(self, *others)
-        if type(found) is int:
-            ProcessCount.shares.add(found)
-        return found
-
-    return operation
-
-
 def _multiply(self: int, other: Any) -> Any:
     found = int.__mul__(self, other)
     if type(found) is int:
@@ -67,34 +55,32 @@ def _multiply(self: int, other: Any) -> Any:
     return ShareOfCount(float(int.__int__(self)) * other) if type(other) is float else found
 
 
-def _counting(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def operation(self: int, *others: Any) -> Any:
-        found = plain(self, *others)
-        return ProcessCount(found) if type(found) is int else found
-
-    return operation
+def _count(found: Any) -> Any:
+    return ProcessCount(found) if type(found) is int else found
 
 
-def _converting(name: str) -> Callable[..., Any]:
-    plain = getattr(int, name)
-
-    def operation(self: int, *others: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
-        if caller not in {"torch", "transformers", "accelerate"}:  # their schedulers compute with floats
-            ProcessCount.lost = True
-        return plain(self, *others)
-
-    return operation
+def _lose(found: Any) -> Any:
+    caller = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
+    if caller not in {"torch", "transformers", "accelerate"}:  # their schedulers compute with floats
+        ProcessCount.lost = True
+    return found
 
 
-for _name in ("rmul", "add", "radd", "sub", "rsub", "floordiv", "ceil", "floor", "round", "trunc", "pos"):
-    setattr(ProcessCount, f"__{_name}__", _counting(f"__{_name}__"))
-for _name in ("int", "float", "truediv"):
-    setattr(ProcessCount, f"__{_name}__", _converting(f"__{_name}__"))
-for _name in ("int", "ceil", "floor", "round", "trunc"):
-    setattr(ShareOfCount, f"__{_name}__", _rounding(f"__{_name}__"))
+def _share(found: Any) -> Any:
+    ProcessCount.shares.update([found] if type(found) is int else [])
+    return found
+
+
+def _define(kind: type, names: str, then: Callable[[Any], Any]) -> None:
+    """Defines operations of a kind of number: ``then`` gets what the plain number's operation returns."""
+    for name in (f"__{name}__" for name in names.split()):
+        plain = getattr(kind.__base__, name)
+        setattr(kind, name, lambda self, *others, plain=plain: then(plain(self, *others)))
+
+
+_define(ProcessCount, "rmul add radd sub rsub floordiv ceil floor round trunc pos", _count)
+_define(ProcessCount, "int float truediv", _lose)
+_define(ShareOfCount, "int ceil floor round trunc", _share)
 setattr(ProcessCount, "__mul__", _multiply)  # noqa: B010  mypy takes no assignment to a method
 
 
