@@ -42,10 +42,6 @@ def rounded(
     return Answer(out, lse, *rounded_backward(kernel, q, k, v, out, lse, dout, size, params, way))
 
 
-def _sums(x: Tensor, way: Way) -> torch.dtype:
-    return accumulate_dtype(x.dtype) if way == "rounded parts" else x.dtype
-
-
 def merged_forward(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, size: int, params: Params, way: Way
 ) -> tuple[Tensor, Tensor]:
@@ -111,7 +107,8 @@ def rounded_backward(
     ranks = ranks_of(length, size, mask)
     at = [rank.held.to(q.device) for rank in ranks]
     keys = [(k[:, here].contiguous(), v[:, here].contiguous()) for here in at]
-    totals = [torch.zeros(x.shape, dtype=_sums(x, way), device=x.device) for x in (q, k, v)]
+    dtype = accumulate_dtype(q.dtype) if way == "rounded parts" else q.dtype
+    totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
     parts = []
     for here in at:
         d, outs = dout[:, here], out[:, here]

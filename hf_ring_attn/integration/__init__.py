@@ -6,6 +6,8 @@ Imports go one way: hosts -> batch -> {selfcheck, attention} -> model -> {losses
 
 from __future__ import annotations
 
+from typing import Any
+
 from .attention import masks
 from .attention.function import ring_attention_forward
 from .attention.masks import ring_mask
@@ -26,23 +28,14 @@ from .hosts import (
 from .model import neftune, structure
 from .patching import changes, modules, optimizer_steps
 
+_PATCHING: tuple[Any, ...] = (
+    masks, structure, neftune, accelerate, generation_batch, trainer_start, trainer, prediction, between_batches,
+    checkpoints, best_model, random_states, gathered_rows, sft_trainer,
+)  # fmt: skip
 CHANGES: list[changes.Change] = [
     changes.Registration("transformers.modeling_utils:AttentionInterface", NAME, ring_attention_forward),
     changes.Registration("transformers.masking_utils:AttentionMaskInterface", NAME, ring_mask),
-    *masks.PATCHES,
-    *structure.PATCHES,
-    *neftune.PATCHES,
-    *accelerate.PATCHES,
-    *generation_batch.PATCHES,
-    *trainer_start.PATCHES,
-    *trainer.PATCHES,
-    *prediction.PATCHES,
-    *between_batches.PATCHES,
-    *checkpoints.PATCHES,
-    *best_model.PATCHES,
-    *random_states.PATCHES,
-    *gathered_rows.PATCHES,
-    *sft_trainer.PATCHES,
+    *(patch for module in _PATCHING for patch in module.PATCHES),
 ]
 
 

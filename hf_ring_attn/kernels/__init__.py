@@ -27,22 +27,9 @@ BY_NAME_ONLY = {"flash2"}
 """Kernels that "auto" never takes: flash2 rounds each contribution to a gradient, and triton is faster."""
 
 __all__ = [
-    "BY_NAME_ONLY",
-    "KERNELS",
-    "Gradients",
-    "Kernel",
-    "Params",
-    "Part",
-    "Place",
-    "Request",
-    "ScoreFunction",
-    "ScoreMod",
-    "asking",
-    "choose",
-    "in_score_mod",
-    "kernels_named",
-    "text_of",
-]
+    "BY_NAME_ONLY", "KERNELS", "Gradients", "Kernel", "Params", "Part", "Place", "Request", "ScoreFunction",
+    "ScoreMod", "asking", "choose", "in_score_mod", "kernels_named", "text_of",
+]  # fmt: skip
 
 
 def kernels_named(name: str) -> dict[str, Kernel]:

@@ -20,25 +20,10 @@ if TYPE_CHECKING:
     from .pulls import Pulls
 
 __all__ = [
-    "ComparedKV",
-    "Gather",
-    "GatheredKV",
-    "LayerRole",
-    "Messages",
-    "RingStep",
-    "Sums",
-    "Traffic",
-    "buffer_bytes",
-    "gathered_kv_for",
-    "head_halves",
-    "interruption_guard",
-    "ring_pass_groups",
-    "ring_pass_halves",
-    "seen_by_heads",
-    "traffic_of",
-    "transport_name",
-    "visiting_order",
-]
+    "ComparedKV", "Gather", "GatheredKV", "LayerRole", "Messages", "RingStep", "Sums", "Traffic", "buffer_bytes",
+    "gathered_kv_for", "head_halves", "interruption_guard", "ring_pass_groups", "ring_pass_halves", "seen_by_heads",
+    "traffic_of", "transport_name", "visiting_order",
+]  # fmt: skip
 
 
 class _PullsByDevice(dict[torch.device, "Pulls | str"]):

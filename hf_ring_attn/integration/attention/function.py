@@ -92,8 +92,9 @@ def ring_attention_forward(
     for name, why in REFUSED_ARGUMENTS.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             _refuse(errors.UnsupportedArgument, where, name, why)
-    causal = kwargs.get("is_causal")
-    if not (getattr(module, "is_causal", True) if causal is None else causal) and _is_causal(spec):
+    causal, seen = kwargs.get("is_causal"), spec.seen
+    drops = not (getattr(module, "is_causal", True) if causal is None else causal)
+    if drops and isinstance(seen, Band) and seen.lo == 0:
         _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
     whole = spec.layout.world_size > 1 and query.shape[2] != spec.places.shape[0]
     if whole or key.shape[2] != query.shape[2]:
@@ -215,10 +216,6 @@ _CAUSAL_OR_NOT = (
     "meant is not known. Set use_bidirectional_attention=False in the model's config, or give it what its mask is made "
     "of (token_type_ids)"
 )
-
-
-def _is_causal(spec: MaskSpec) -> bool:
-    return isinstance(spec.seen, Band) and spec.seen.lo == 0
 
 
 def _kernel(spec: MaskSpec, trains: bool, params: Params, q: Tensor, k: Tensor, v: Tensor) -> str:

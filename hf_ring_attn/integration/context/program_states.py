@@ -85,8 +85,9 @@ class _Found:
             return [x.__self__, x.__func__]
         if isinstance(x, FunctionType):
             return self._known_by(x) if is_of_program(x.__module__) else []
-        if type(x) in COLLECTIONS:
-            return self._collection(x)
+        if type(x) in COLLECTIONS and len(x) <= MOST:
+            self.undos.append(partial(refill, x, content := x.copy()))
+            return _entries(content)
         if isinstance(x, tuple):
             return x
         if isinstance(x, Tensor):
@@ -118,13 +119,6 @@ class _Found:
                 self.undos.append(partial(function.__globals__.__setitem__, name, value))
         found = [cell.cell_contents for cell in cells] + [function.__globals__[name] for name in names]
         return [*found, *(function.__defaults__ or ())]
-
-    def _collection(self, x: Any) -> Iterable[Any]:
-        if len(x) > MOST:
-            return []
-        content = x.copy()
-        self.undos.append(partial(refill, x, content))
-        return _entries(content)
 
     def _tensor(self, x: Tensor) -> None:
         if x.requires_grad or x.numel() > MOST or x.is_inference() or type(x) is not Tensor or x.is_meta:

@@ -113,14 +113,15 @@ class _Source(NamedTuple):
     same: Callable[[Any, Any], bool]
 
 
-def _same_arrays(one: Any, other: Any) -> bool:
-    return bool(one[2:] == other[2:] and (one[1] == other[1]).all())
-
-
 _HOST = (
     _Source(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed, torch.equal),
     _Source(random.getstate, random.setstate, random.seed, operator.eq),
-    _Source(numpy.random.get_state, numpy.random.set_state, numpy.random.seed, _same_arrays),
+    _Source(
+        numpy.random.get_state,
+        numpy.random.set_state,
+        numpy.random.seed,
+        lambda one, other: bool(one[2:] == other[2:] and (one[1] == other[1]).all()),
+    ),
 )
 _GPUS = _Source(
     torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all, torch.cuda.manual_seed_all,

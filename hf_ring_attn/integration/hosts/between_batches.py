@@ -29,14 +29,10 @@ def average_each_batch(trainer: Any) -> None:
 
 @in_rings
 def _get_batch_samples(original: Original, self: Any, *given: Any, **named: Any) -> Any:
-    if _runs_own_code(self):
+    kinds = map(type, (self, *self.callback_handler.callbacks))
+    if not all(kind.__module__.startswith(HOSTS) for kind in kinds):  # it runs code of the program between batches
         ring_random.follow_first_rank(ring_of_process())
     return original(self, *given, **named)
-
-
-def _runs_own_code(trainer: Any) -> bool:
-    kinds = map(type, trainer.callback_handler.callbacks)
-    return not all(kind.__module__.startswith(HOSTS) for kind in (type(trainer), *kinds))
 
 
 PATCHES = (

@@ -30,7 +30,8 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         work = original(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         # Libraries gather weights, often, and numbers; a program gathers rows of a queue without gradients, too.
-        is_of_library, trains = caller.startswith(LIBRARIES), any(map(_trains, (*args[1:], *kwargs.values())))
+        is_of_library = caller.startswith(LIBRARIES)
+        trains = any(isinstance(x, Tensor) and x.requires_grad for x in (*args[1:], *kwargs.values()))
         if torch.compiler.is_compiling() or (is_of_library and not trains) or caller.startswith("accelerate."):
             return work
         given = signature.bind(*args, **kwargs).arguments
@@ -41,10 +42,6 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return gather
-
-
-def _trains(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
 
 
 LIBRARIES = ("accelerate.", "deepspeed.", "hf_ring_attn.", "peft.", "torch.", "transformers.", "trl.")

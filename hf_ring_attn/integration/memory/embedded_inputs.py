@@ -47,15 +47,12 @@ def _unread(modules: list[nn.Module]) -> Iterator[nn.Module]:
     FSDP2 has a hook there, too. It gathers the weights again for a backward, which frozen embeddings do not have.
     """
     for module in modules:
-        hooks = [hook for hook in module._forward_hooks.values() if not _is_of_fsdp(hook)]
+        owned = ((hook, getattr(hook, "__self__", None)) for hook in module._forward_hooks.values())
+        hooks = [hook for hook, owner in owned if type(owner).__name__ != "FSDPState"]
         by_hosts = [getattr(hook, "__name__", "") in HOSTS_HOOKS for hook in hooks]
         watched = module._backward_hooks or module._backward_pre_hooks or not all(by_hosts)
         if hooks and not watched and not any(weight.requires_grad for weight in module.parameters()):
             yield module
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
 
 
 class _Calls:

@@ -86,7 +86,9 @@ def run_step(
             with nullcontext() if as_one else _called_on_every_rank(model, local):
                 loss = loss_of(call()) if step.loss is None else step.loss(given, row, local)
             if weights and isinstance(loss, Tensor):  # else a rank would wait for one that has no backward
-                facts = {"dependence of the loss on the model": "some" if _reaches_model(loss) else "none"}
+                # Functions written in Python are those of the ring's attention.
+                reaches = any(isinstance(node, BackwardCFunction) for node in graph_nodes([loss]))
+                facts = {"dependence of the loss on the model": "some" if reaches else "none"}
                 agree(facts, loss_gradients.TODO)
             gradients = differentiate(loss, model, weights) if isinstance(loss, Tensor) else []
         if not isinstance(loss, Tensor):
@@ -234,11 +236,6 @@ def loss_of(output: Any) -> Tensor | None:
     first = output[0] if isinstance(output, (tuple, list)) and output else output
     loss = output.get("loss") if isinstance(output, Mapping) else first
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
-
-
-def _reaches_model(loss: Tensor) -> bool:
-    """Returns True if the graph of a loss has a function written in Python, as those of the ring's attention are."""
-    return any(isinstance(node, BackwardCFunction) for node in graph_nodes([loss]))
 
 
 def differentiate(loss: Tensor, model: nn.Module, weights: Sequence[nn.Parameter]) -> list[Tensor]:
