@@ -21,8 +21,9 @@ from hf_ring_attn.autoload import switch
 from tests.helpers.jobs.comparison import LOSS, Ranks
 from tests.helpers.jobs.preference_jobs import Case, preferences, teacher
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, rows, tokenizer
+from tests.helpers.jobs.sft_jobs import model, rows, tokenizer
 from tests.helpers.jobs.trainer_jobs import launched
+from tests.helpers.jobs.trl_runs import OFFLINE, quiet
 from tests.helpers.jobs.trl_trainers import ranker
 from tests.helpers.patience import patient
 

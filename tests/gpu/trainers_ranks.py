@@ -15,7 +15,7 @@ from tests.gpu.compared import compare
 from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs, tool_jobs, whole_logits_jobs
 from tests.helpers.jobs.kinds_jobs import distance
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome
 from tests.integration.hosts import test_distillation_trainer as distillation
 from tests.integration.hosts import test_logits_trainers as of_logits
 from tests.integration.hosts import test_preference_images as images

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,26 +14,23 @@ from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.utils import RepeatSampler, repeat_iterable_dataset
 
 from hf_ring_attn import RingConfig
-from tests.helpers.jobs import grpo_jobs
+from tests.helpers.jobs import grpo_jobs, trl_runs
 from tests.helpers.jobs.preference_jobs import policy, teacher
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import Outcome, lora
+from tests.helpers.jobs.sft_jobs import lora
+from tests.helpers.jobs.trl_runs import Outcome
 
 BATCH, STEPS = 4, 3
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Case(trl_runs.Case):
     """One way to distill; fields as in `grpo_jobs.Case`.
 
     Args:
-        args: for DistillationConfig. attention: the teacher's, if it is another than the student's.
+        attention: the teacher's, if it is another than the student's.
     """
 
-    why: str
-    args: dict[str, Any] = field(default_factory=dict)
-    lora: bool = False
-    kind: str = "LlamaForCausalLM"
     stream: bool = False
     prompt: int = 20
     chat: bool = False
@@ -43,18 +40,10 @@ class Case:
     text_only: bool = False
     attention: str = ""
 
-    def with_args(self, **more: Any) -> Case:
-        return dataclasses.replace(self, args={**self.args, **more})
-
 
 def trainer(case: Case, folder: str, attention: str, kind: Any = DistillationTrainer, **options: Any) -> Any:
-    args: dict[str, Any] = {
-        "output_dir": folder, "max_steps": STEPS, "use_cpu": True, "report_to": "none", "logging_steps": 1,
-        "bf16": False, "learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 100.0,
-        "seed": 5, "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "save_strategy": "no",
-        "max_completion_length": 12, "disable_tqdm": True, "gradient_checkpointing": False,
-        "dataloader_pin_memory": False, **case.args,
-    }  # fmt: skip
+    rows = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH}
+    args = trl_runs.arguments(folder, **{"max_steps": STEPS, "max_completion_length": 12, **rows, **case.args})
     given: Any = case
     made = kind(
         model=policy(attention, case.kind, case.images),
@@ -70,7 +59,7 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = DistillationTra
 
 
 def trained(case: Case, mesh: Mesh, self_check: bool = True) -> Outcome:
-    return grpo_jobs.outcome(trainer, table, case, mesh, self_check)
+    return grpo_jobs.reinforced(trainer, table, case, mesh, self_check)
 
 
 def table(host: Any) -> dict[str, float]:
@@ -78,7 +67,7 @@ def table(host: Any) -> dict[str, float]:
 
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
-    return grpo_jobs.first_step(trainer, case, mesh, ring, **options)
+    return trl_runs.first_error(trainer, case, mesh, ring, **options)
 
 
 class OwnLoader(DistillationTrainer):
@@ -108,7 +97,7 @@ class OwnLoader(DistillationTrainer):
 
 
 def trained_by_own_loader(case: Case, mesh: Mesh) -> Outcome:
-    return grpo_jobs.outcome(partial(trainer, kind=OwnLoader), table, case, mesh, True)
+    return grpo_jobs.reinforced(partial(trainer, kind=OwnLoader), table, case, mesh, True)
 
 
 class OwnLoss(DistillationTrainer):

@@ -11,7 +11,7 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
 from hf_ring_attn.integration.losses import lazy_logits
-from tests.helpers.jobs import sft_jobs
+from tests.helpers.jobs import sft_jobs, trl_runs
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics, trainer_of
 from tests.helpers.live_bytes import Largest
@@ -28,7 +28,7 @@ def most_values(host: str, metrics: bool, only_loss: bool | None) -> tuple[int, 
     Args:
         host: "Trainer" or "SFTTrainer". only_loss: the argument prediction_loss_only.
     """
-    with launched(Mesh(cp=2), **sft_jobs.OFFLINE), a_folder(None) as folder, sft_jobs.quiet(), short_chunks():
+    with launched(Mesh(cp=2), **trl_runs.OFFLINE), a_folder(None) as folder, trl_runs.quiet(), short_chunks():
         compute = ordered_metrics if metrics else None
         trainer: Any
         if host == "Trainer":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -25,13 +23,13 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import sft_pictures
-from tests.helpers.jobs.fsdp2_trainers import under_fsdp2, weights_of
-from tests.helpers.jobs.preference_jobs import gradients_of_one_rank, numbers, policy, rows_times_ranks, teacher
+from tests.helpers.jobs import sft_pictures, trl_runs
+from tests.helpers.jobs.fsdp2_trainers import under_fsdp2
+from tests.helpers.jobs.preference_jobs import gradients_of_one_rank, policy, rows_times_ranks, teacher
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, quiet, texts, tokenizer
+from tests.helpers.jobs.sft_jobs import lora, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome, arguments, evaluation, first_error, numbers, outcome, quiet
 from tests.helpers.models.tiny_models import SIZES, build
 
 GRPO, RLOO = GRPOTrainer.__module__, RLOOTrainer.__module__
@@ -39,13 +37,12 @@ TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 24, 4, 4, 3
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Case(trl_runs.Case):
     """One way to reinforce, and why it is here.
 
     Args:
-        args: for GRPOConfig or RLOOConfig.
         fixed: completions are pieces of a text, of uneven lengths; else the model generates them.
-        rloo: by RLOOTrainer. kind: the class of the model. stream: prompts come from an IterableDataset.
+        rloo: by RLOOTrainer. stream: prompts come from an IterableDataset.
         prompt: bytes of the longest. chat: prompts are conversations. judge: a model gives the reward, one with the
             attention of the trained model, or of this name.
         fsdp: in a ring FSDP2 shards the weights.
@@ -53,12 +50,8 @@ class Case:
             with ``text_only`` no prompt has.
     """
 
-    why: str
-    args: dict[str, Any] = field(default_factory=dict)
     fixed: bool = True
-    lora: bool = False
     rloo: bool = False
-    kind: str = "LlamaForCausalLM"
     stream: bool = False
     prompt: int = 20
     chat: bool = False
@@ -67,9 +60,6 @@ class Case:
     images: str = ""
     without_images: int = 0
     text_only: bool = False
-
-    def with_args(self, **more: Any) -> Case:
-        return dataclasses.replace(self, args={**self.args, **more})
 
 
 def prompts(case: Case, count: int, start: int = 0) -> Any:
@@ -162,13 +152,8 @@ def reader(images: str) -> Any:
 
 
 def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
-    given = vars(config(folder, max_steps=STEPS))
-    shared = ("output_dir", "max_steps", "per_device_train_batch_size", "lr_scheduler_type", "optim",
-              "logging_steps", "bf16", "use_cpu", "report_to", "seed", "save_strategy", "disable_tqdm",
-              "gradient_checkpointing", "dataloader_pin_memory", "per_device_eval_batch_size")  # fmt: skip
-    args: dict[str, Any] = {name: given[name] for name in shared}
-    args |= {"learning_rate": 0.1, "max_grad_norm": 100.0, "num_generations": 2, "max_completion_length": 12,
-             "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, **case.args}  # fmt: skip
+    rows = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "num_generations": 2}
+    args = arguments(folder, **{"max_steps": STEPS, "max_completion_length": 12, **rows, **case.args})
     net = policy(attention, case.kind, case.images)
     words = reader(case.images)
     made_by: Any = RLOOTrainer if case.rloo else GRPOTrainer
@@ -191,10 +176,10 @@ def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options
 
 def trained(case: Case, mesh: Mesh, self_check: bool = True, kind: Any = None) -> Outcome:
     """The steps and an evaluation on this rank; ``mesh.alone`` runs as many replicas without the plugin."""
-    return outcome(trainer if kind is None else functools.partial(trainer, kind=kind), table, case, mesh, self_check)
+    return reinforced(partial(trainer, kind=kind), table, case, mesh, self_check)
 
 
-def outcome(make: Any, table: Callable[[Any], dict[str, float]], case: Any, mesh: Mesh, self_check: bool) -> Outcome:
+def reinforced(make: Any, table: Callable[[Any], dict[str, float]], case: Any, mesh: Mesh, self_check: bool) -> Outcome:
     """`trained`, for a trainer that ``make`` makes, with the numbers of its ``table`` of completions."""
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
         grpo = make(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
@@ -203,12 +188,7 @@ def outcome(make: Any, table: Callable[[Any], dict[str, float]], case: Any, mesh
             under_fsdp2(grpo, {})
             if getattr(grpo, "ref_model", None) is not None:
                 grpo.ref_model = prepare_fsdp(grpo.ref_model, grpo.accelerator)
-        before = trained_parameters(grpo)
-        grpo.train()
-        steps = [numbers(entry) for entry in grpo.state.log_history if "loss" in entry]
-        evaluation = {**numbers(grpo.evaluate()), **table(grpo)}
-        group = ring_group(grpo.accelerator)
-        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(grpo))
+        return outcome(grpo, lambda host: {**evaluation(host), **table(host)})
 
 
 def table(grpo: Any) -> dict[str, float]:
@@ -218,10 +198,6 @@ def table(grpo: Any) -> dict[str, float]:
     found = {f"table/{name}/{at}": x for name, column in columns.items() for at, x in enumerate(column)}
     found |= {f"table/{name}": float(len(logs[name])) for name in ("prompt", "completion", "advantages")}
     return {name: -1.0 if x != x else float(x) for name, x in found.items()}
-
-
-def trained_parameters(grpo: Any) -> dict[str, Tensor]:
-    return weights_of(grpo.model)
 
 
 # ---- defects -------------------------------------------------------------------------------------------------------
@@ -264,19 +240,7 @@ def trained_with(defect: str, case: Case, mesh: Mesh) -> Outcome | str:
 
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
-    """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
-    return first_step(trainer, case, mesh, ring, **options)
-
-
-def first_step(make: Any, case: Any, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
-    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        try:
-            grpo = make(case.with_args(max_steps=1), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **options)
-            hf_ring_attn.configure(grpo.model, ring or RingConfig())
-            grpo.train()
-        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
-            return f"{type(error).__name__}: {error}"
-        return "trained"
+    return first_error(trainer, case, mesh, ring, **options)
 
 
 class OtherTokens(GRPOTrainer):
@@ -340,7 +304,7 @@ def overridden(name: str, mesh: Mesh) -> list[dict[str, float]]:
         grpo = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", OVERRIDES[name])
         grpo.train()
         found = [numbers(entry) for entry in grpo.state.log_history if "loss" in entry]
-        return [*found, numbers(grpo.evaluate())]
+        return [*found, evaluation(grpo)]
 
 
 # ---- the first inner step --------------------------------------------------------------------------------------------

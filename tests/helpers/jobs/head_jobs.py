@@ -10,8 +10,9 @@ from peft import LoraConfig
 
 from hf_ring_attn import errors
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Case, quiet, trainer
+from tests.helpers.jobs.sft_jobs import Case, trainer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.trl_runs import OFFLINE, quiet
 
 
 def sharded_step(whole: list[str] | None, saved: str) -> str:

@@ -24,7 +24,7 @@ from tests.helpers.jobs import (
     whole_logits_jobs,
 )
 from tests.helpers.jobs.runs import Mesh, Run
-from tests.helpers.jobs.sft_jobs import Outcome
+from tests.helpers.jobs.trl_runs import Outcome
 
 
 class WithoutFloat32(TorchFunctionMode):
@@ -64,7 +64,7 @@ def preferences_trained(case: preference_jobs.Case, mesh: Mesh, kind: Any = None
 
 
 def whole_logits_trained(case: whole_logits_jobs.Case, mesh: Mesh) -> Outcome:
-    with in_float64(whole_logits_jobs, "policy"):
+    with in_float64(whole_logits_jobs, "model"):
         return whole_logits_jobs.trained(case, mesh)
 
 

@@ -15,8 +15,9 @@ from trl.trainer.sft_trainer import SFTTrainer
 import hf_ring_attn
 from hf_ring_attn import errors
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Case, config, lora, quiet, rows, tokenizer
+from tests.helpers.jobs.sft_jobs import Case, config, lora, rows, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.trl_runs import OFFLINE, quiet
 from tests.helpers.models.tiny_models import VOCABULARY, tiny
 
 SQUARE = ["q_proj", "o_proj"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,23 +23,23 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.batch.shard import Sharded
 from hf_ring_attn.integration.context import whole_batch
-from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import sft_pictures
-from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start, weights_of
+from tests.helpers.jobs import sft_pictures, trl_runs
+from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, config, lora, model, quiet, texts, tokenizer
+from tests.helpers.jobs.sft_jobs import lora, model, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome, arguments, evaluation, first_error, outcome, quiet
 
 TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 16, 6, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Case(trl_runs.Case):
     """One way to learn preferences, and why it is here.
 
     Args:
-        args: for DPOConfig. reference: a model beside the policy, of other weights; else DPOTrainer finds its own.
-        kind: the class of the model. prompt: this share of a text is the prompt, of ten.
+        reference: a model beside the policy, of other weights; else DPOTrainer finds its own.
+        prompt: this share of a text is the prompt, of ten.
         masks: the first row of each batch has no completion tokens, as a truncated one.
         metrics: have compute_metrics, which gets logits of whole rows. kto: KTOTrainer, else DPOTrainer.
         fsdp: in a ring FSDP2 shards the weights, those of the reference too.
@@ -49,11 +48,7 @@ class Case:
             ``text_only`` no row has.
     """
 
-    why: str
-    args: dict[str, Any] = field(default_factory=dict)
     reference: bool = True
-    lora: bool = False
-    kind: str = "LlamaForCausalLM"
     prompt: int = 3
     masks: bool = False
     metrics: bool = False
@@ -63,9 +58,6 @@ class Case:
     images: str = ""
     without_images: int = 0
     text_only: bool = False
-
-    def with_args(self, **more: Any) -> Case:
-        return dataclasses.replace(self, args={**self.args, **more})
 
 
 @dataclass
@@ -135,12 +127,8 @@ def reference(_path: str, attn_implementation: str, **_: Any) -> Any:
 
 def trainer(case: Case, folder: str, attention: str, kind: Any = None, **options: Any) -> Any:
     words: Any = sft_pictures.processor(case.images) if case.images else tokenizer()
-    given = vars(config(folder, max_steps=STEPS, max_length=64))
-    shared = ("output_dir", "max_steps", "per_device_train_batch_size", "lr_scheduler_type", "optim", "max_grad_norm",
-              "max_length", "logging_steps", "bf16", "use_cpu", "report_to", "seed", "save_strategy", "disable_tqdm",
-              "gradient_checkpointing", "dataloader_pin_memory", "per_device_eval_batch_size")  # fmt: skip
-    args: dict[str, Any] = {name: given[name] for name in shared}
-    args |= {"learning_rate": 0.1, "beta": 0.1, "max_grad_norm": 100.0, **case.args}
+    rows = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH}
+    args = arguments(folder, **{"max_steps": STEPS, "max_length": 64, "beta": 0.1, **rows, **case.args})
     of_dpo, of_kto = (DPOTrainer, DPOConfig, WithoutCompletion), (KTOTrainer, KTOConfig, WithoutAnswer)
     classes: tuple[Any, Any, Any] = of_kto if case.kto else of_dpo
     own, configured, collating = classes
@@ -183,14 +171,10 @@ def trained(case: Case, mesh: Mesh, saved: str = "", self_check: bool = True, ki
             data = {name: Dataset.load_from_disk(f"{saved}/{part}") for name, part in names.items()}
         dpo = trainer(case.with_args(**rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind, **data)
         hf_ring_attn.configure(dpo.model, RingConfig(self_check=self_check))
-        before = trained_parameters(dpo)
-        dpo.train()
+        found = outcome(dpo)
         for net in filter(None, (dpo.model, dpo.ref_model)):
             assert any(isinstance(p, DTensor) for p in net.parameters()) == (case.fsdp and mesh.cp > 1)
-        steps = [numbers(entry) for entry in dpo.state.log_history if "loss" in entry]
-        evaluation = numbers(dpo.evaluate())
-        group = ring_group(dpo.accelerator)
-        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(dpo))
+        return found
 
 
 def evaluated(case: Case, mesh: Mesh, rows: int, lengths: tuple[int, ...] = ()) -> dict[str, float]:
@@ -202,7 +186,7 @@ def evaluated(case: Case, mesh: Mesh, rows: int, lengths: tuple[int, ...] = ()) 
             pieces = [{"prompt": "p" * n, "completion": "c" * n, "label": n > 1} for n in lengths]
             data = Dataset.from_list(pieces)
         host = trainer(case, folder, attention, eval_dataset=data)
-        return numbers(host.evaluate())
+        return evaluation(host)
 
 
 def rewards_in_half(case: Case) -> list[float]:
@@ -212,16 +196,6 @@ def rewards_in_half(case: Case) -> list[float]:
         host.train()
         steps = [entry for entry in host.state.log_history if "loss" in entry]
         return [max(abs(entry[f"rewards/{kind}"]) for kind in ("chosen", "rejected")) for entry in steps]
-
-
-def numbers(entry: dict[str, Any]) -> dict[str, float]:
-    """Every number that does not depend on the clock."""
-    clock = ("_runtime", "_per_second", "_time")
-    return {name: float(x) for name, x in entry.items() if isinstance(x, (int, float)) and not name.endswith(clock)}
-
-
-def trained_parameters(dpo: Any) -> dict[str, Tensor]:
-    return weights_of(dpo.model)
 
 
 # ---- defects -------------------------------------------------------------------------------------------------------
@@ -336,12 +310,4 @@ class PaddingFree(DPOTrainer):
 
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
-    """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
-    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        try:
-            dpo = trainer(case.with_args(max_steps=1), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **options)
-            hf_ring_attn.configure(dpo.model, ring or RingConfig())
-            dpo.train()
-        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
-            return f"{type(error).__name__}: {error}"
-        return "trained"
+    return first_error(trainer, case, mesh, ring, **options)

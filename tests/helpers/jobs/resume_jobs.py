@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_ring_attn.integration.context.mesh import ring_group
 from tests.helpers.jobs import distillation_jobs, grpo_jobs, preference_jobs
-from tests.helpers.jobs.fsdp2_trainers import weights_of
-from tests.helpers.jobs.preference_jobs import numbers
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet
 from tests.helpers.jobs.trainer_jobs import launched
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome, outcome, quiet
 
 Case = preference_jobs.Case | grpo_jobs.Case | distillation_jobs.Case
 
@@ -25,9 +22,4 @@ def trained(case: Case, mesh: Mesh, folder: str, checkpoint: str | None = None) 
     saves = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED, "optim_args": "momentum=0.9"}
     with launched(mesh, **OFFLINE), quiet():
         host = jobs.trainer(case.with_args(**saves, **rows), folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
-        before = weights_of(host.model)
-        host.train(resume_from_checkpoint=checkpoint)
-        steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
-        group = ring_group(host.accelerator)
-        after = weights_of(host.model)
-        return Outcome(1 if group is None else group.size(), steps, {}, before, after)
+        return outcome(host, lambda _: {}, checkpoint)

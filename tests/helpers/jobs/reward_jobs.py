@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -18,33 +18,30 @@ from trl.trainer.reward_trainer import DataCollatorForPreference, RewardTrainer
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.context.mesh import ring_group
 from hf_ring_attn.integration.losses import whole_heads
 from hf_ring_attn.integration.model import multimodal
 from hf_ring_attn.layers import collectives
-from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start, weights_of
-from tests.helpers.jobs.preference_jobs import Spread, numbers
+from tests.helpers.jobs import trl_runs
+from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start
+from tests.helpers.jobs.preference_jobs import Spread
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet, texts, tokenizer
+from tests.helpers.jobs.sft_jobs import texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome, quiet
 from tests.helpers.models.tiny_models import SIZES, build
 
 TRAIN_ROWS, EVAL_ROWS, BATCH, STEPS = 16, 6, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Case(trl_runs.Case):
     """One way to train a reward model, and why it is here.
 
     Args:
-        args: for RewardConfig. margin: rows have one. left: rows are padded on the left.
-        kind: the class of the model. metrics: have compute_metrics, which gets the scores.
+        margin: rows have one. left: rows are padded on the left. metrics: have compute_metrics, which gets the scores.
         fsdp: in a ring FSDP2 shards the weights.
     """
 
-    why: str
-    args: dict[str, Any] = field(default_factory=dict)
-    lora: bool = False
     margin: bool = False
     left: bool = False
     kind: str = "LlamaForSequenceClassification"
@@ -77,12 +74,8 @@ class SpreadRewards(Spread, RewardTrainer):
 
 
 def trainer(case: Case, folder: str, attention: str, kind: type[RewardTrainer] = RewardTrainer, **more: Any) -> Any:
-    args: dict[str, Any] = {
-        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "optim": "sgd", "seed": 3,
-        "lr_scheduler_type": "constant", "max_grad_norm": 100.0, "learning_rate": 0.01, "logging_steps": 1,
-        "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-        "gradient_checkpointing": False, "dataloader_pin_memory": False, **case.args, **more,
-    }  # fmt: skip
+    own = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "seed": 3, "learning_rate": 0.01}
+    args = trl_runs.arguments(folder, **{**own, **case.args, **more})
     sizes = {**SIZES, "vocab_size": 259, "max_position_embeddings": 256, "num_labels": 1}
     lora = LoraConfig(
         r=4, target_modules=["q_proj", "down_proj"], task_type=TaskType.SEQ_CLS, modules_to_save=["score"]
@@ -105,16 +98,7 @@ def trained(case: Case, mesh: Mesh, self_check: bool = True, kind: type[RewardTr
         rows["per_device_eval_batch_size"] = BATCH // mesh.dp if mesh.cp > 1 else BATCH
         reward = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", kind, **rows)
         hf_ring_attn.configure(reward.model, RingConfig(self_check=self_check))
-        before = trained_parameters(reward)
-        reward.train()
-        steps = [numbers(entry) for entry in reward.state.log_history if "loss" in entry]
-        evaluation = numbers(reward.evaluate())
-        group = ring_group(reward.accelerator)
-        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(reward))
-
-
-def trained_parameters(reward: RewardTrainer) -> dict[str, Tensor]:
-    return weights_of(reward.model)
+        return trl_runs.outcome(reward)
 
 
 # ---- defects -------------------------------------------------------------------------------------------------------

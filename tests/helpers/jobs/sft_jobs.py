@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -25,11 +22,12 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 import hf_ring_attn
-from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import sft_pictures
+from hf_ring_attn import RingConfig
+from tests.helpers.jobs import sft_pictures, trl_runs
 from tests.helpers.jobs.cpu_streams import offloading_on_a_cpu
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome, arguments, quiet
 from tests.helpers.models.tiny_models import SIZES, build
 
 CHAT_TEMPLATE = (
@@ -43,14 +41,12 @@ NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Case(trl_runs.Case):
     """One way to fine-tune, and why it is here.
 
     Args:
-        args: for SFTConfig, over the defaults of `config`.
         rows: the form of the data: "text", "completion" (prompt and completion), "end" (one that is the end of a text
             alone: a label a row) or "chat".
-        kind: the class of the model.
         images: a model of `tiny_models.VISION`, trained on rows with pictures; without_images: every so many have none.
         means: of a model that leaves each batch's loss a mean.
         stream: give the trainer an IterableDataset.
@@ -58,11 +54,7 @@ class Case:
         loss: of RingConfig. loss_function: compute_loss_func is `half`.
     """
 
-    why: str
-    args: dict[str, Any] = field(default_factory=dict)
     rows: str = "text"
-    lora: bool = False
-    kind: str = "LlamaForCausalLM"
     images: str = ""
     without_images: int = 0
     means: bool = False
@@ -70,20 +62,6 @@ class Case:
     metrics: bool = False
     loss: Any = "auto"
     loss_function: bool = False
-
-    def with_args(self, **more: Any) -> Case:
-        return dataclasses.replace(self, args={**self.args, **more})
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run gave: the numbers of each step and of the evaluation, and the trained parameters before and after."""
-
-    ring_size: int
-    steps: list[dict[str, float]]
-    evaluation: dict[str, float]
-    before: dict[str, Tensor]
-    after: dict[str, Tensor]
 
 
 # ---- the model, the tokenizer, the text ----------------------------------------------------------------------------
@@ -148,18 +126,11 @@ def rows(kind: str, count: int, start: int = 0) -> Dataset:
 
 # ---- a run ---------------------------------------------------------------------------------------------------------
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1"}
-"""Nothing is looked up, and TRL's telemetry is not sent."""
-
 
 def config(folder: str, **args: Any) -> SFTConfig:
-    defaults = {
-        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "learning_rate": 0.1,
-        "per_device_eval_batch_size": BATCH, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 1.0,
-        "max_length": 96, "logging_steps": 1, "bf16": False, "use_cpu": True, "report_to": "none", "seed": 5,
-        "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False, "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return SFTConfig(**{**defaults, **args})
+    defaults = {"max_steps": STEPS, "max_grad_norm": 1.0, "max_length": 96}
+    rows = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH}
+    return SFTConfig(**arguments(folder, **{**defaults, **rows, **args}))
 
 
 def lora() -> LoraConfig:
@@ -204,32 +175,15 @@ def trained(case: Case, mesh: Mesh) -> Outcome:
             rows_at_a_time["per_device_train_batch_size"] = BATCH * mesh.dp
         functions: dict[str, Any] = {"compute_loss_func": half} if case.loss_function else {}
         sft = trainer(case.with_args(**rows_at_a_time), folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **functions)
-        hf_ring_attn.configure(cast(Any, sft.model), hf_ring_attn.RingConfig(loss=case.loss))
-        before = trained_parameters(sft)
-        sft.train()
+        hf_ring_attn.configure(cast(Any, sft.model), RingConfig(loss=case.loss))
+        found = trl_runs.outcome(sft)
         assert (copies[0] > 0) == case.args.get("activation_offloading", False)
-        steps = [entry for entry in sft.state.log_history if "loss" in entry]
-        evaluation = sft.evaluate()
         if mesh.cp == 1 and mesh.dp > 1:
             # The loss is a mean over the batches of all ranks; the other numbers are sums over all ranks at each step.
             sft.args.per_device_eval_batch_size = BATCH
-            evaluation = {**sft.evaluate(), "eval_loss": evaluation["eval_loss"]}
-        group = ring_group(sft.accelerator)
-        evaluation = {name: x for name, x in evaluation.items() if not name.endswith(("_runtime", "_per_second"))}
-        return Outcome(1 if group is None else group.size(), steps, evaluation, before, trained_parameters(sft))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without warnings of what TRL deprecates, and without a progress bar for each map over a dataset."""
-    disable_progress_bars()
-    with warnings.catch_warnings(action="ignore"):
-        yield
-
-
-def trained_parameters(sft: SFTTrainer) -> dict[str, Tensor]:
-    net: Any = sft.model
-    return {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+            again = {**trl_runs.evaluation(sft), "eval_loss": found.evaluation["eval_loss"]}
+            found = dataclasses.replace(found, evaluation=again)
+        return found
 
 
 # ---- subclasses as people write them -------------------------------------------------------------------------------
@@ -278,16 +232,4 @@ def half(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
 
 
 def one_step(case: Case, mesh: Mesh, loss: Any = "auto", **options: Any) -> str:
-    """What a trainer's construction and its first step raise, as "Type: text", or "trained".
-
-    A rank that raised the error itself would end its world.
-    """
-    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        try:
-            attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
-            sft = trainer(case.with_args(max_steps=1), folder, attention, **options)
-            hf_ring_attn.configure(cast(Any, sft.model), hf_ring_attn.RingConfig(loss=loss))
-            sft.train()
-        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
-            return f"{type(error).__name__}: {error}"
-        return "trained"
+    return trl_runs.first_error(trainer, case, mesh, RingConfig(loss=loss), **options)

@@ -19,13 +19,11 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 import hf_ring_attn
-from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import grpo_jobs, sft_jobs
-from tests.helpers.jobs.grpo_jobs import trained_parameters
-from tests.helpers.jobs.preference_jobs import numbers, policy, teacher
+from tests.helpers.jobs import grpo_jobs, sft_jobs, trl_runs
+from tests.helpers.jobs.preference_jobs import policy, teacher
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, quiet
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome, quiet
 
 CALLS: list[str] = []
 """The tools and methods that this process called."""
@@ -244,13 +242,9 @@ def trainer(what: str, folder: str, attention: str, **args: Any) -> Any:
         {"prompt": [{"role": "user", "content": "Count " + "again " * (n % 3)}], "liked": n % 5, "number": n}
         for n in range(24)
     ]
-    given: dict[str, Any] = {
-        "output_dir": folder, "max_steps": 3, "use_cpu": True, "report_to": "none", "logging_steps": 1, "bf16": False,
-        "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 100.0, "seed": 5,
-        "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
-        "max_completion_length": 700, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False,
-        "dataloader_pin_memory": False, **args,
-    }  # fmt: skip
+    own_args = {"max_steps": 3, "learning_rate": 0.05, "max_completion_length": 700}
+    batches = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    given = trl_runs.arguments(folder, **{**own_args, **batches, **args})
     texts = {"tools": OF_TOOLS, "environments": OF_ENVIRONMENTS, "random": AT_RANDOM, "distillation": OF_A_STUDENT}
     texts["unsendable"] = [[call("unsendable", a=1), "Done."]]
     Says.texts = texts[what]
@@ -288,12 +282,6 @@ def trained(what: str, mesh: Mesh, **args: Any) -> tuple[Outcome, list[str], int
     with launched(mesh, **OFFLINE, TRL_EXPERIMENTAL_SILENCE="1"), a_folder(None) as folder, quiet():
         grpo = trainer(what, folder, "ring_fp32" if mesh.cp > 1 else "sdpa", **args)
         hf_ring_attn.configure(grpo.model, hf_ring_attn.RingConfig())
-        before = trained_parameters(grpo)
-        grpo.train()
-        steps = [numbers(entry) for entry in grpo.state.log_history if "loss" in entry]
-        evaluation = numbers(grpo.evaluate())
-        if what != "distillation":
-            evaluation |= grpo_jobs.table(grpo)
-        group = ring_group(grpo.accelerator)
-        size = 1 if group is None else group.size()
-        return Outcome(size, steps, evaluation, before, trained_parameters(grpo)), [*CALLS], Counter.made
+        table = grpo_jobs.table if what != "distillation" else lambda _: {}
+        found = trl_runs.outcome(grpo, lambda host: {**trl_runs.evaluation(host), **table(host)})
+        return found, [*CALLS], Counter.made

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel, PrinterCallback
 import hf_ring_attn
 from hf_ring_attn.integration.hosts import trainer_overrides
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, model, quiet, texts, tokenizer
+from tests.helpers.jobs.sft_jobs import model, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.trl_runs import OFFLINE, quiet
 from tests.helpers.models.tiny_models import SIZES, build
 
 ROWS = 8

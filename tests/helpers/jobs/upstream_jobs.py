@@ -32,7 +32,7 @@ from hf_ring_attn.integration import log
 from hf_ring_attn.integration.context.mesh import RING
 from hf_ring_attn.integration.hosts import buffers, parallelism_config
 from hf_ring_attn.integration.patching import changes
-from tests.helpers.jobs import accelerate_ranks, sft_jobs
+from tests.helpers.jobs import accelerate_ranks, sft_jobs, trl_runs
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import Outcome, launched, train, trainer_of
 from tests.helpers.live_ranks import LiveRanks
@@ -168,8 +168,8 @@ def ring_of_two(**environment: str) -> tuple[list[str], Outcome]:
         return lines, train(RUN, Mesh(1, 2), **environment)
 
 
-def packed_in_a_ring(**environment: str) -> sft_jobs.Outcome:
-    with mock.patch.dict(sft_jobs.OFFLINE, environment):
+def packed_in_a_ring(**environment: str) -> trl_runs.Outcome:
+    with mock.patch.dict(trl_runs.OFFLINE, environment):
         return sft_jobs.trained(PACKED, Mesh(1, 2))
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from tests.helpers.jobs import grpo_jobs
 from tests.helpers.jobs.grpo_jobs import Case
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import Outcome, texts, tokenizer
+from tests.helpers.jobs.sft_jobs import texts, tokenizer
+from tests.helpers.jobs.trl_runs import Outcome
 
 VLLM = "trl.generation.vllm_generation"
 

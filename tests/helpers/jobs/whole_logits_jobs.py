@@ -14,18 +14,18 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PrinterCallback
+from transformers import PrinterCallback
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.batch import whole_outputs
-from hf_ring_attn.integration.context.mesh import ring_group
-from tests.helpers.jobs import preference_jobs, sft_jobs
-from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start, weights_of
-from tests.helpers.jobs.preference_jobs import BATCH, EVAL_ROWS, STEPS, TRAIN_ROWS, numbers, preferences
+from tests.helpers.jobs import preference_jobs, sft_jobs, trl_runs
+from tests.helpers.jobs.fsdp2_trainers import fsdp2_from_the_start
+from tests.helpers.jobs.preference_jobs import BATCH, EVAL_ROWS, STEPS, TRAIN_ROWS, preferences
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import OFFLINE, Outcome, lora, model, quiet, texts, tokenizer
+from tests.helpers.jobs.sft_jobs import lora, model, texts, tokenizer
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.trl_runs import OFFLINE, Outcome, quiet
 from tests.helpers.models.tiny_models import SIZES, build
 
 
@@ -43,10 +43,6 @@ class Case:
     lora: bool = False
     kind: str = "LlamaForCausalLM"
     fsdp: bool = False
-
-
-def policy(attention: str, kind: str) -> PreTrainedModel:
-    return model(attention, kind)
 
 
 def rows(case: Case, count: int, start: int = 0) -> Dataset:
@@ -78,17 +74,12 @@ def trainer(case: Case, folder: str, attention: str) -> Any:
         )  # fmt: skip
     if case.name == "OnlineDPO":
         more["reward_funcs"] = [vowels]
-    args = {
-        "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant",
-        "per_device_eval_batch_size": BATCH, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 100.0,
-        "max_length": 64, "logging_steps": 1, "bf16": False, "use_cpu": True, "report_to": "none", "seed": 0,
-        "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False, "gradient_checkpointing": False,
-        **case.args,
-    }  # fmt: skip
+    own = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "max_length": 64, "seed": 0}
+    args = trl_runs.arguments(folder, **{"max_steps": STEPS, **own, **case.args})
     sharding = fsdp2_from_the_start({}) if case.fsdp and attention == "ring_fp32" else nullcontext()
     with sharding:
         made = getattr(module, f"{case.name}Trainer")(
-            model=policy(attention, case.kind), args=getattr(module, f"{case.name}Config")(**args),
+            model=model(attention, case.kind), args=getattr(module, f"{case.name}Config")(**args),
             train_dataset=rows(case, TRAIN_ROWS), eval_dataset=rows(case, EVAL_ROWS, start=4000),
             processing_class=tokenizer(), peft_config=lora() if case.lora else None, **more,
         )  # fmt: skip
@@ -101,13 +92,9 @@ def trained(case: Case, mesh: Mesh, self_check: bool = True, defect: Callable[[]
     with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet(), defect():
         host = trainer(case, folder, "ring_fp32" if mesh.cp > 1 else "sdpa")
         hf_ring_attn.configure(host.model, RingConfig(self_check=self_check))
-        before = weights_of(host.model)
-        host.train()
+        found = trl_runs.outcome(host, (lambda _: {}) if case.name == "OnlineDPO" else trl_runs.evaluation)
         assert any(isinstance(p, DTensor) for p in host.model.parameters()) == (case.fsdp and mesh.cp > 1)
-        steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
-        evaluation = {} if case.name == "OnlineDPO" else numbers(host.evaluate())
-        group = ring_group(host.accelerator)
-        return Outcome(1 if group is None else group.size(), steps, evaluation, before, weights_of(host.model))
+        return found
 
 
 def with_rows(change: Callable[[Tensor, int], Tensor]) -> Any:
@@ -136,12 +123,4 @@ def trained_with(defect: str, case: Case, mesh: Mesh) -> Outcome:
 
 
 def one_step(case: Case, mesh: Mesh, ring: RingConfig | None = None) -> str:
-    """What a trainer's construction and its first step raise, as "Type: text", or "trained"."""
-    with launched(mesh, **OFFLINE), a_folder(None) as folder, quiet():
-        try:
-            host = trainer(case, folder, "ring_fp32")
-            hf_ring_attn.configure(host.model, ring or RingConfig())
-            host.train()
-        except Exception as error:  # noqa: BLE001 - the test judges the text, whatever it is
-            return f"{type(error).__name__}: {error}"
-        return "trained"
+    return trl_runs.first_error(trainer, case, mesh, ring)

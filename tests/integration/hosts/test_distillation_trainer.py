@@ -11,7 +11,7 @@ from tests.helpers.jobs.comparison import Ranks, assert_equal_in_float64, assert
 from tests.helpers.jobs.distillation_jobs import STEPS, Case, OwnLoss, one_step, trained, trained_by_own_loader
 from tests.helpers.jobs.in_float64 import distilled
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import Outcome
+from tests.helpers.jobs.trl_runs import Outcome
 
 TWICE = {"gradient_accumulation_steps": 2}
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}

@@ -24,7 +24,7 @@ from tests.helpers.jobs.grpo_jobs import (
 )
 from tests.helpers.jobs.in_float64 import reinforced
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import Outcome
+from tests.helpers.jobs.trl_runs import Outcome
 
 METRICS = {
     "entropy", "num_tokens", "reward", "reward_std", "frac_reward_zero_std", "rewards/letters/mean", "letters/most",

@@ -11,7 +11,7 @@ from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, 
 from tests.helpers.jobs.in_float64 import whole_logits_trained
 from tests.helpers.jobs.preference_jobs import STEPS
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import Outcome
+from tests.helpers.jobs.trl_runs import Outcome
 from tests.helpers.jobs.whole_logits_jobs import PLANTED, Case, one_step, trained, trained_with
 
 CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}

@@ -11,7 +11,7 @@ import pytest
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration import log
-from tests.helpers.jobs import preference_jobs, sft_jobs
+from tests.helpers.jobs import preference_jobs, sft_jobs, trl_runs
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, trainer_of
@@ -50,7 +50,7 @@ def trained(maker: str, attention: str, options: RingConfig | None) -> tuple[lis
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     make, given = MAKERS[maker]
-    with launched(ALONE, **sft_jobs.OFFLINE), a_folder(None) as folder, sft_jobs.quiet():
+    with launched(ALONE, **trl_runs.OFFLINE), a_folder(None) as folder, trl_runs.quiet():
         if attention == "ring_fp32":
             hf_ring_attn.install()
         log.logger.addHandler(handler)

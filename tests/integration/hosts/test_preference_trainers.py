@@ -26,7 +26,7 @@ from tests.helpers.jobs.preference_jobs import (
     trained_with,
 )
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import Outcome
+from tests.helpers.jobs.trl_runs import Outcome
 
 EVERY_LOSS = [
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",

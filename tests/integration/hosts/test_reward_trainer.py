@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_rings_learn_alike
 from tests.helpers.jobs.reward_jobs import DEFECTS, STEPS, Case, SpreadRewards, trained, trained_with
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.sft_jobs import Outcome
+from tests.helpers.jobs.trl_runs import Outcome
 
 METRICS = {"loss", "grad_norm", "num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"}
 

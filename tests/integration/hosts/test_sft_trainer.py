@@ -18,7 +18,6 @@ from tests.helpers.jobs.sft_jobs import (
     STEPS,
     Case,
     Focal,
-    Outcome,
     Penalised,
     Uncounted,
     half,
@@ -26,6 +25,7 @@ from tests.helpers.jobs.sft_jobs import (
     one_step,
     trained,
 )
+from tests.helpers.jobs.trl_runs import Outcome
 
 PACKED = {"packing": True}
 MIXTRAL = "MixtralForCausalLM"

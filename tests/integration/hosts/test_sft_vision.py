@@ -35,7 +35,7 @@ TWO_RANKS = [
     Case("Gemma 3, by whole rows", SMALL, rows="chat", images=GEMMA, without_images=2, loss="gathered"),
 ]  # fmt: skip
 COMPLETIONS = Case(
-    "Gemma 3, completions, accumulation", {**SMALL, "gradient_accumulation_steps": 2}, "completion", images=GEMMA
+    "Gemma 3, completions, accumulation", {**SMALL, "gradient_accumulation_steps": 2}, rows="completion", images=GEMMA
 )
 LARGER = [
     pytest.param(COMPLETIONS, Mesh(cp=4), marks=pytest.mark.full),
