@@ -1,7 +1,7 @@
 """A meeting of ranks outside of their messages: did all of them come to a place, or did one fail alone?
 
-A rank that failed inside a forward must not send what comes next: others may wait for the rest of that forward, and
-would take the message for it. They match messages by order alone. So it asks the store of the process group.
+A rank that failed inside a forward or a backward must not send what comes next: others may wait for the rest of it, and
+would take the message for that. They match messages by order alone. So it asks the store of the process group.
 """
 
 from __future__ import annotations

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec
+from typing import Any, ParamSpec, cast
 
+import torch
+
+from ..comm.meeting import meet
 from ..comm.ring import LOCAL, Pending, Ring
 from ..errors import LeftHalfway, PeerLost
 
@@ -22,10 +25,29 @@ class InterruptionGuard:
     Attributes:
         inside: a message was sent, and not all have arrived.
         begun: a message was sent since the latest pass began, even if all have arrived.
+        backwards: the numbers of backwards that began and have not ended, in the ring or by an error.
     """
 
     def __init__(self) -> None:
         self.inside = self.begun = False
+        self.backwards: set[int] = set()
+
+    def note_backward(self) -> None:
+        """Notes that a backward runs, until its end. After an error, or Ctrl-C, torch calls nothing at its end."""
+        task, engine = torch._C._current_graph_task_id(), cast("Any", torch.autograd.Variable)._execution_engine
+        if task >= 0 and task not in self.backwards:
+            self.backwards.add(task)
+            engine.queue_callback(lambda: self.backwards.discard(task))
+
+    def check_backwards(self, ring: Ring) -> None:
+        """Refuses a new batch on a rank whose backward an error ended, unless it ended so on all ranks.
+
+        Raises:
+            LeftHalfway: others are still in that backward, and wait there for this rank.
+        """
+        if torch._C._current_graph_task_id() < 0 and self.backwards:
+            self.inside = self.inside or not meet(ring)
+            self.backwards.clear()
 
     def begin(self) -> None:
         """Marks the start of an exchange. Raises as `check`."""

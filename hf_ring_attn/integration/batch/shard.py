@@ -238,7 +238,9 @@ def shard_for(
     if ring.size > 1 and inside_transforms():  # else the comparison below would fail at what it cannot read
         use = "a batch was sharded" if model is None else f"{name_of(model)} was called in a ring"
         raise errors.UnsupportedVmap(use)
-    interruption_guard(ring).check()  # else the comparison below would be taken for the rest of that attention
+    guard = interruption_guard(ring)
+    guard.check_backwards(ring)
+    guard.check()  # else the comparison below would be taken for the rest of that attention
     options = config or (model_record.DEFAULT if model is None else model_record.options_of(model))
     refusal: errors.Refused | None = None
     facts = compared_inputs.empty_facts(options, batch)

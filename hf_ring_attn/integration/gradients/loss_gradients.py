@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from ... import errors
 from ...comm.fingerprint import number_of
 from ...comm.ring import Ring
+from ...traffic import interruption_guard
 from ..context.attended_layers import AttendedLayers
 from ..patching import optimizer_steps
 from ..patching.changes import at_uninstall
@@ -89,6 +90,7 @@ def compare_with_layers(
 
     It ends before the next step of an optimizer, or with the next batch.
     """
+    interruption_guard(ring).note_backward()
     device = ring.small_device(device)
     end = ring.start_agreement(facts, device, TODO, collect=[*layers.numbers, *numbers], doing=doing)
 
