@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import time
 import weakref
 from functools import cache
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..errors import GroupDestroyed
+from ..errors import ForkedProcess, GroupDestroyed
 
 S = TypeVar("S")
 
@@ -27,10 +28,21 @@ _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDicti
 _GROUPS: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
 _STATES: dict[str, dict[type, Any]] = {}
 _given: set[str] = set()
+_inherited: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""In a process that was forked from a rank: the groups of the rank."""
+
+# A program's fork needs this before the package knows of a ring.
+os.register_at_fork(after_in_child=lambda: _inherited.update(distributed_c10d._world.pg_map))
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """A name that this process gives to no other group: torch's, with a number where torch gives it again."""
+    """A name that this process gives to no other group: torch's, with a number where torch gives it again.
+
+    Raises:
+        ForkedProcess.
+    """
+    if group in _inherited:
+        raise ForkedProcess
     name = _NAMES.get(group)
     if name is None:
         torchs = group.group_name
@@ -50,9 +62,11 @@ def group_of(name: str) -> dist.ProcessGroup:
     """The group that got this name.
 
     Raises:
-        GroupDestroyed.
+        GroupDestroyed; ForkedProcess.
     """
     group = _GROUPS.get(name)
+    if group in _inherited:
+        raise ForkedProcess
     if group is None or not _is_alive(group):
         raise GroupDestroyed(name)
     return group
@@ -100,7 +114,7 @@ def _leave_gloo_in_order() -> None:
     """
 
     def leave() -> None:
-        if dist.is_initialized():
+        if dist.is_initialized() and not _inherited:
             dist.destroy_process_group()
         time.sleep(0.1)
 

@@ -204,9 +204,9 @@ class ChangedInPlace(RingAttentionError, RuntimeError):
 class LeftHalfway(RingAttentionError):
     def __init__(self) -> None:
         super().__init__(
-            "an exception that was caught (out of memory, for example) interrupted an earlier attention or forward of "
-            "this ring on this rank. Messages of the ranks no longer match, so the next answer could be wrong. Start "
-            "the job again, or make the ring in a new process group."
+            "an exception that was caught (out of memory, for example) interrupted an earlier attention, forward or "
+            "backward of this ring on this rank. Messages of the ranks no longer match, so the next answer could be "
+            "wrong. Start the job again, or make the ring in a new process group."
         )
 
 
@@ -218,6 +218,15 @@ class GroupDestroyed(RingAttentionError):
             f"the process group {name!r} of this ring was destroyed, but a batch, a graph or a ring made with it is "
             "still in use. The ranks of another group hold other tokens. After init_process_group shard the batch "
             "again, and call backward before destroy_process_group()."
+        )
+
+
+class ForkedProcess(RingAttentionError):
+    def __init__(self) -> None:
+        super().__init__(
+            "a process that was forked from a rank (a worker of multiprocessing or of a DataLoader, for example) used "
+            "the rank's ring. It has no threads of the process group, so it would wait for ever, and its messages "
+            "would mix with the rank's. Shard batches in the rank itself."
         )
 
 

@@ -6,6 +6,7 @@ meanwhile. The `MaskSpec` has everything that a backward or a recompute needs, s
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ S = TypeVar("S")
 
 _STACK: list[tuple[int, BatchContext]] = []
 """Active batches, each with the thread that entered it."""
+os.register_at_fork(after_in_child=_STACK.clear)  # a forked process computes alone
 
 LIVE: weakref.WeakSet[BatchContext] = weakref.WeakSet()
 """Every sharded batch that is still in use, entered or not."""
@@ -331,7 +333,8 @@ def activate(context: BatchContext) -> Iterator[BatchContext]:
         yield context
     finally:
         _count_attentions()
-        del _STACK[len(_STACK) - 1 - _STACK[::-1].index(entry)]  # its latest entry
+        if entry in _STACK:  # not in a process that was forked inside
+            del _STACK[len(_STACK) - 1 - _STACK[::-1].index(entry)]  # its latest entry
     if log.admitted and log.attends and attentions() == log.before:
         raise errors.NoRingAttention(log.ran)
 
