@@ -19,6 +19,12 @@ def shown(value: object) -> str:
         return _SHORT.repr(value)
 
 
+def told(error: Exception | None, most: int = 240) -> str:
+    """The class and the text of another program's error, in one line; of a long one, such as a model's, the ends."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
 class RingAttentionError(Exception):
     """Base of all errors of this package."""
 

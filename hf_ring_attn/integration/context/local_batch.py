@@ -29,7 +29,8 @@ class MadeInputs(dict[str, Any]):
     ids: tuple[Tensor | None, Tensor | None] = None, None
 
 
-MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch", "use_cache")
+CACHE = "use_cache"
+MADE = ("position_ids", "attention_mask", "shift_labels", "num_items_in_batch", CACHE)
 """Inputs that are made for a batch that lacks them, and that a program for one process does not know of. Recurrent
 layers refuse a cache, which most models make unless they are told not to."""
 
@@ -66,7 +67,7 @@ def cut_batch(
     if items is not None and not whole.head:  # a head of whole rows divides by the whole count
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size
-    inputs["use_cache"] = False
+    inputs[CACHE] = False
     if not whole.head:
         made = context.state(MadeInputs)
         made.update({name: inputs[name] for name in MADE if name in inputs and batch.get(name) is None})

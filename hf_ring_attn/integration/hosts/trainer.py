@@ -15,7 +15,7 @@ from ...comm.ring import Ring, world_size
 from ..batch.loss_graph import refuse_past_outputs
 from ..batch.shard import SentNumbers, Sharded, shard_for
 from ..context import batch_context, model_record, ring_random
-from ..context.local_batch import LocalBatch
+from ..context.local_batch import CACHE, LocalBatch, MadeInputs
 from ..context.trial_step import TrialStep
 from ..gradients import fsdp
 from ..log import warn
@@ -80,6 +80,8 @@ def shard_inputs(
 def _inputs(trainer: Any, sharded: Sharded) -> dict[str, Any]:
     """The inputs for the trainer's step, in a new dict."""
     local = dict(sharded.inputs)
+    if CACHE in sharded.context.state(MadeInputs):  # calls get it by themselves, and a program may give it, too
+        del local[CACHE]
     if counts(trainer):
         local.pop("num_items_in_batch", None)
     return local

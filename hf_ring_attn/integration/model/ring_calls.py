@@ -22,7 +22,7 @@ from ..context import batch_context, introspect
 from ..context.attended_layers import AttendedLayers
 from ..context.batch_context import BatchContext
 from ..context.introspect import TOKENS
-from ..context.local_batch import MadeInputs
+from ..context.local_batch import CACHE, MadeInputs
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import ddp, loss_gradients
 from ..gradients.backward_end import BackwardEnd
@@ -129,10 +129,11 @@ _BY_HOST = "hf_ring_attn completes the inputs of a model's call, and its loss"
 def _fill_in(model: nn.Module, args: Any, given: dict[str, Any]) -> Arguments | None:
     """Adds the inputs that `shard` made and this call leaves out."""
     context = batch_context.current()
-    made = None if context is None or context.ring.size == 1 else context.state(MadeInputs)
+    made = None if context is None else context.state(MadeInputs)
     if context is None or not made:
         return None
-    missing = [name for name in made if given.get(name) is None]
+    alone = context.ring.size == 1  # then the rows are whole
+    missing = [name for name in made if given.get(name) is None and (name == CACHE or not alone)]
     names = introspect.parameters_of(model, made) if missing else []  # slow, and most calls have all inputs, by name
     every = introspect.by_name(names, args, given)
     wanted = [n for n in missing if n in names and every.get(n) is None and _fits(n, every, made, context)]

@@ -27,7 +27,7 @@ from ... import errors
 from ...comm.ring import LOCAL, Ring
 from ..context import batch_context, introspect, ring_random
 from ..context.batch_context import BatchContext
-from ..context.local_batch import LocalBatch, local_batch
+from ..context.local_batch import CACHE, LocalBatch, local_batch
 from ..context.model_record import ModelRecord, SeenOutputs, latest_record
 from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
@@ -308,7 +308,8 @@ class _Check(AcrossRanks):
     def _call_whole(self, row: Mapping[str, Any]) -> Any:
         """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
         alone = self._local(row, Ring(LOCAL))
-        made = {name: x for name, x in alone.inputs.items() if name in LOSS_INPUTS[1:]}  # which some losses read
+        needed = (*LOSS_INPUTS[1:], CACHE)  # some losses read those
+        made = {name: x for name, x in alone.inputs.items() if name in needed}
         return self.states.run(partial(self._call, {**row, **made}, alone.context), whole=True)
 
     def _call_share(self, mine: LocalBatch) -> Any:
@@ -326,7 +327,7 @@ class _Check(AcrossRanks):
         except Exception as error:  # noqa: BLE001  raised below, on every rank: the row is ours, not the user's
             failure = error
         is_refusal = isinstance(failure, errors.Refused)
-        state, text = 0.0 if failure is None else 2.0 if is_refusal else 1.0, f"{type(failure).__name__}: {failure}"
+        state, text = 0.0 if failure is None else 2.0 if is_refusal else 1.0, errors.told(failure)
         mine = errors.SelfCheckRowFailed(self.name, text) if state == 1 else failure
         if not self._all_are_back(failure is not None):
             assert mine is not None
@@ -348,8 +349,7 @@ class _Check(AcrossRanks):
         except (errors.RingAttentionError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            raise errors.SelfCheckRaised(self.name, self.ring.size, text) from error
+            raise errors.SelfCheckRaised(self.name, self.ring.size, errors.told(error)) from error
 
     # ---- comparisons ----
 

@@ -21,7 +21,7 @@ LEAST_TOKENS, LEAST_CHUNK = 26, 4
 ADDED = 4
 """The highest ids of a batch are taken for those that a tokenizer added: these come last in a vocabulary."""
 
-DROPPED = {*LOSS_INPUTS, "use_cache", "attention_mask", "position_ids"}
+DROPPED = {*LOSS_INPUTS, "attention_mask", "position_ids"}
 """Inputs that the check makes by itself."""
 LEFT_OUT = (
     "the self-check called {} without {}, since with all of the batch's keys it failed ({}). If your program passes "
@@ -198,7 +198,7 @@ class Sample:
         if self.head:  # spans end within the row
             spans = [name for name, x in others.items() if name.endswith("_positions") and isinstance(x, Tensor)]
             others |= {name: others[name] % count for name in spans}
-        return {**others, **row, "use_cache": False}
+        return {**others, **row}
 
     def _own_words(self, ordinary: Tensor, configs: list[Any]) -> Tensor:
         """The batch's ids [n], each once, ascending.

@@ -42,7 +42,11 @@ def as_a_tuple(model: Any, inputs: Any) -> Any:
     return model(**inputs, return_dict=False)
 
 
-CALLS = {f.__name__: f for f in (of_inputs, by_name, by_place, as_a_tuple)}
+def without_a_cache(model: Any, inputs: Any) -> Any:
+    return model(**inputs, use_cache=False)
+
+
+CALLS = {f.__name__: f for f in (of_inputs, by_name, by_place, as_a_tuple, without_a_cache)}
 
 
 # ---- what is done with the loss --------------------------------------------------------------------------------------
@@ -99,7 +103,8 @@ def trained(call: str, use: str, mesh: Mesh, steps: int = 1) -> tuple[list[float
             return (loss, out) if return_outputs else loss
 
     with launched(mesh), a_folder(None) as folder:
-        run = replace(RUN, arguments={**RUN.arguments, "gradient_accumulation_steps": steps})
+        arguments = {**RUN.arguments, "gradient_accumulation_steps": steps}
+        run = replace(RUN, arguments=arguments, ring=RingConfig(loss="chunked"))  # not of whole rows
         trainer: Any = trainer_of(run, mesh, folder, kind=Own)
         trainer.train()
         # The self-check runs the program's function, too.
