@@ -84,8 +84,9 @@ _NOT_INITIALIZED = (
     "before hf_ring_attn.shard(batch)."
 )
 _NOT_SHARED = (
-    "a ring_fp32 model trains in a ring of {0}, but its batch is not sharded: each rank computes whole rows. The "
-    "numbers are right, but no memory is saved. Shard each batch with "
+    "a ring_fp32 model trains in a ring of {0}, but its batch is not sharded: each rank computes whole rows. "
+    "Losses and gradients are right, but no memory is saved, and accelerator.gather returns each row {0} times: "
+    "compute metrics with gather_for_metrics. Shard each batch with "
     "accelerator.maybe_context_parallel(buffers=[...], buffer_seq_dims=[...]) around the forward, or with sharded = "
     "hf_ring_attn.shard(batch) and model(**sharded.inputs) inside `with sharded`."
 )

@@ -166,6 +166,7 @@ def test_a_loop_that_never_calls_train_is_told(ranks: Ranks) -> None:
     first, other = ranks(2).run(backward_in_evaluation)
     assert other == []
     assert len(first) == 1 and "in a ring of 2, but its batch is not sharded" in first[0]
+    assert "accelerator.gather returns each row 2 times" in first[0]
 
 
 def test_a_model_that_trains_in_its_ring_is_told_nothing(ranks: Ranks) -> None:
