@@ -17,8 +17,10 @@ from .notes import notes_on
 from .positions import scaling
 from .program import program
 from .reading import shape_of
-from .search import alternatives, decided, forecast, longer_rows, most_tokens
+from .search import alternatives, decided, forecast, kept, longer_rows, most_tokens
 from .setup import ITEMSIZES, KERNELS, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
+
+AUTO = "auto"
 
 
 def positive(text: str) -> float:
@@ -29,6 +31,15 @@ def positive(text: str) -> float:
     if not 0 < found < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, which must be a number above 0")
     return found
+
+
+def layers(text: str) -> int | str:
+    """Reads a number of layers from 0 on, or "auto"."""
+    if text == AUTO:
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text}, which must be a number of layers from 0 on, or auto")
+    return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--kernel", choices=KERNELS, default="auto", help=kernels)
     saved = 'RingConfig(save_attention=...) (default: as "auto" decides)'
     how.add_argument("--save-attention", action=argparse.BooleanOptionalAction, default=None, help=saved)
+    how.add_argument("--keep-layers", type=layers, default=0, metavar="N|auto", help="RingConfig(keep_layers=...)")
     how.add_argument("--loss", choices=LOSSES, default="chunked", help="RingConfig(loss=...) (default: chunked)")
     how.add_argument("--mlp-tokens", type=count(), metavar="TOKENS", help="RingConfig(mlp_tokens=...)")
     how.add_argument("--offload-above", type=float, metavar="GIB", help="RingConfig(offload_above=...); 0 offloads all")
@@ -115,6 +127,8 @@ def check(given: argparse.Namespace) -> str | None:
         return "--save-attention needs checkpointing: leave out --no-checkpointing"
     if given.offload_above is not None and (given.no_checkpointing or not 0 <= given.offload_above < float("inf")):
         return "--offload-above is a number of GiB from 0 on, and needs checkpointing"
+    if given.keep_layers and (wrong := _of_kept(given)):
+        return f"--keep-layers {given.keep_layers} {wrong}"
     if given.offload_params and (given.shard != "fsdp2" or given.gpus == 1):
         return "--offload-params is FSDP2's: it needs --shard fsdp2 and several GPUs"
     if given.optimizer.startswith("paged") and given.shard == "fsdp2" and given.gpus > 1:
@@ -128,6 +142,17 @@ def check(given: argparse.Namespace) -> str | None:
     if given.overwrite and given.write is None:
         return "--overwrite needs --write FOLDER"
     return None
+
+
+def _of_kept(given: argparse.Namespace) -> str:
+    """What is wrong with kept layers beside the other options, or ""."""
+    if (given.ring or given.gpus) == 1:
+        return "has no effect without a ring: leave it out"
+    if given.no_checkpointing or given.offload_above is not None:
+        return "needs checkpoints on the GPU: leave out --no-checkpointing and --offload-above"
+    if given.keep_layers == AUTO and given.save_attention is not None:
+        return "is decided with saved attention: leave out --save-attention and --no-save-attention"
+    return ""
 
 
 def _of_rings(given: argparse.Namespace) -> str:
@@ -160,6 +185,8 @@ def run(given: argparse.Namespace) -> int:
         setup = replace(setup, tokens=longest or 2 * setup.ring_size)
     if given.save_attention is None:
         setup = decided(model, setup)
+    if given.keep_layers == AUTO and setup.save_attention:
+        setup = replace(setup, keep_layers=kept(model, setup))
     one = forecast(model, setup, setup.gpu.memory_gib)
     others = alternatives(model, one, advised)
     if not others and not one.fits:
@@ -184,8 +211,9 @@ def _setup(given: argparse.Namespace) -> Setup:
         gpus=given.gpus, tokens=given.tokens or 1, gpu=_gpu(given), gpus_per_node=given.gpus_per_node,
         ring=given.ring or given.gpus, method=given.method, lora_rank=given.lora_rank, shard=given.shard,
         dtype=given.dtype, optimizer=given.optimizer, checkpointing=not given.no_checkpointing,
-        save_attention=given.save_attention is True, loss=given.loss, mlp_tokens=given.mlp_tokens or 0,
-        offload_above=given.offload_above, offload_params=given.offload_params, liger=given.liger, kernel=given.kernel,
+        save_attention=given.save_attention is True, keep_layers=0 if given.keep_layers == AUTO else given.keep_layers,
+        loss=given.loss, mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
+        offload_params=given.offload_params, liger=given.liger, kernel=given.kernel,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-CHECKPOINTS, SAVED, ACTIVATIONS = "layer checkpoints", "saved attention", "activations of all layers"
+CHECKPOINTS, SAVED, ACTIVATIONS = "layer checkpoints", "saved attention", "activations of kept layers"
 GRADIENTS, BUCKETS = "gradients", "gradient buckets"
 OWN_INPUTS, STREAMS, SHARED_KV = "inputs of each layer's own", "AltUp's projected streams", "shared keys and values"
 
@@ -87,9 +87,12 @@ def memory_of(model: ModelShape, setup: Setup, accumulates: bool = False) -> Mem
     in_forward, in_backward = (_outside_layers(model, setup, has_gradients) for has_gradients in (False, True))
     # The last layers' checkpoints stay, and are used first; then one is in use and one on its way back.
     waiting = _waiting(model, setup, max(len(layers) - away, min(2, away)))
-    at_last = {GRADIENTS: of_last, **waiting, **in_backward}
-    at_first = {GRADIENTS: of_first, **_waiting(model, setup, 1), **in_backward}
-    of_mlp, of_attention = _largest(model, setup, layer_weights)
+    # What a kept layer holds is counted with its own backward, as that of a recomputed one.
+    kept = setup.keeps(len(layers))
+    before = _waiting(model, setup, len(layers) - 1) if kept else waiting
+    at_last = {GRADIENTS: of_last, **before, **in_backward}
+    at_first = {GRADIENTS: of_first, **_waiting(model, setup, int(kept < len(layers))), **in_backward}
+    of_mlp, of_attention = _largest(model, setup.of_kept() if kept else setup, layer_weights)
     of_loss = {
         "hidden states of the head": _head_hidden_bytes(model, setup),
         "logits": logits_bytes(model, setup), "gathered weights": head_weights,
@@ -166,12 +169,16 @@ def _made(model: ModelShape, setup: Setup) -> tuple[float, float]:
 
 
 def _waiting(model: ModelShape, setup: Setup, layers: int) -> Parts:
-    """Bytes that so many layers hold for their backwards."""
-    if setup.checkpointing:
-        return {name: float(layers * size) for name, size in _kept(model, setup).items()}
-    each = {layer: layer_bytes(model, layer, setup) for layer in model.kinds}
-    saved = sorted((each[layer] for layer in model.layers), reverse=True)
-    return {ACTIVATIONS: float(sum(saved[:layers]))}
+    """Bytes that the first so many layers hold for their backwards."""
+    checkpointed = min(layers, len(model.layers) - setup.keeps(len(model.layers)))
+    found = {name: float(checkpointed * size) for name, size in _kept(model, setup).items()}
+    each = activations(model, setup)
+    return {**found, ACTIVATIONS: sum(each[layer] for layer in model.layers[checkpointed:layers])}
+
+
+def activations(model: ModelShape, setup: Setup) -> dict[LayerShape, float]:
+    """Bytes of each kind of layer that is kept, or not checkpointed at all."""
+    return {layer: layer_bytes(model, layer, setup.of_kept()) for layer in model.kinds}
 
 
 def _kept(model: ModelShape, setup: Setup) -> Parts:

@@ -20,7 +20,7 @@ def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> 
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
     of_model = [*_other_class(config, model), *_towers(model), *beyond(config, model, setup.tokens)]
     of_model += _quantized(config, setup)
-    of_setup = [*_chunks(setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
+    of_setup = [*_chunks(setup), *_kept(shape, setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
     return [*of_model, *of_setup, *_linear_attention(shape, setup), *_unmeasured(shape, setup)]
 
 
@@ -42,6 +42,11 @@ def _quantized(config: Any, setup: Setup) -> Iterator[str]:
 def _chunks(setup: Setup) -> Iterator[str]:
     if setup.mlp_tokens > setup.chunk:
         yield f"--mlp-tokens {setup.mlp_tokens} changes nothing: a GPU has {setup.tokens_per_rank:,} tokens of a row"
+
+
+def _kept(shape: ModelShape, setup: Setup) -> Iterator[str]:
+    if setup.keep_layers:
+        yield f"{setup.keeps(len(shape.layers))} of {len(shape.layers)} layers keep their activations"
 
 
 def _logits(setup: Setup) -> Iterator[str]:

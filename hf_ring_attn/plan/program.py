@@ -36,8 +36,9 @@ def program(
         notes: what a forecast says beside its numbers. rope: entries of ``rope_parameters`` that the row needs.
     """
     chosen = {
-        "save_attention": setup.save_attention, "mlp_tokens": setup.mlp_tokens or None,
-        "offload_above": setup.offload_above, "kernel": None if setup.kernel == "auto" else f'"{setup.kernel}"',
+        "save_attention": setup.save_attention, "keep_layers": setup.keep_layers or None,
+        "mlp_tokens": setup.mlp_tokens or None, "offload_above": setup.offload_above,
+        "kernel": None if setup.kernel == "auto" else f'"{setup.kernel}"',
         "loss": None if setup.loss == "chunked" else f'"{setup.loss}"',
     }  # fmt: skip
     ring = [f"{name}={value}" for name, value in chosen.items() if value is not None]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..integration.memory.auto_saving import HOST_LEFT_FREE, LEFT_FREE
 from .hardware import GIB
-from .memory import Memory, kept_bytes, memory_of
+from .memory import Memory, activations, kept_bytes, memory_of
 from .seconds import Seconds, seconds_of
 from .setup import Setup
 from .shape import ModelShape
@@ -28,6 +28,8 @@ OFFLOAD = "--offload-above"
 """The change that puts checkpoints into host memory, as many as it holds."""
 CHUNKS = "--mlp-tokens"
 """The change that runs MLPs over chunks, at least two."""
+KEEP = "--keep-layers"
+"""The change that keeps as many layers as keep_layers="auto" does."""
 
 Changes = Sequence[tuple[str, dict[str, Any]]]
 
@@ -43,8 +45,8 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--liger", {"liger": True}),
     (QLORA, {"method": "qlora"}),
 )
-"""Options that a search tries beside `OFFLOAD` and `CHUNKS`, as a user writes them. The last one changes what is
-trained, so it is only tried where the user's own setup does not fit."""
+"""Options that a search tries beside `KEEP`, `OFFLOAD` and `CHUNKS`, as a user writes them. The last one changes what
+is trained, so it is only tried where the user's own setup does not fit."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,28 @@ def decided(model: ModelShape, setup: Setup) -> Setup:
     saved = replace(setup, save_attention=True)
     if not setup.checkpointing or setup.ring_size == 1:
         return setup
-    memory = memory_of(model, saved)
     if setup.offload_above is not None:
-        there, more = (sum(one.host.values()) for one in (memory_of(model, setup), memory))
+        there, more = (sum(memory_of(model, one).host.values()) for one in (setup, saved))
         free = setup.gpu.host_memory_gib * GIB - there
         if math.isinf(free) or more - there > (1 - HOST_LEFT_FREE) * free:
             return setup
+    return saved if _room(model, saved) >= 0 else setup
+
+
+def kept(model: ModelShape, setup: Setup) -> int:
+    """How many layers keep_layers="auto" keeps beside saved attention: see `auto_saving`."""
+    checkpointed = replace(setup, save_attention=True, keep_layers=0)
+    fit = _room(model, checkpointed) // max(activations(model, setup).values())
+    return max(0, min(int(fit), len(model.layers)))
+
+
+def _room(model: ModelShape, setup: Setup) -> float:
+    """Bytes of a GPU that "auto" may still fill."""
+    memory = memory_of(model, setup)
     outside = sum(memory.outside.values())
     usable = setup.gpu.memory_gib * GIB - outside
     slack = memory.total - outside - memory.allocated
-    return saved if memory.allocated + max(LEFT_FREE * usable, slack) <= usable else setup
+    return usable - max(LEFT_FREE * usable, slack) - memory.allocated
 
 
 def most_tokens(model: ModelShape, at: Callable[[int], Setup], memory_gib: float) -> int:
@@ -190,6 +204,7 @@ def _combinations(setup: Setup) -> Iterator[Changes]:
     """The combinations of changes that a search tries."""
     useful = [(name, new) for name, new in CHANGES if replace(setup, **new) != setup and _is_possible(setup, name)]
     useful += [(CHUNKS, {}), (OFFLOAD, {})] if setup.takes_options else []
+    useful += [(KEEP, {})] if setup.ring_size > 1 else []
     for count in range(1, len(useful) + 1):
         yield from itertools.combinations(useful, count)
 
@@ -208,12 +223,17 @@ def _changed(model: ModelShape, setup: Setup, chosen: Changes) -> tuple[Setup, t
         if changed.offload_above == setup.offload_above:
             return None
         names[names.index(OFFLOAD)] = f"{OFFLOAD} {changed.offload_above:g}"
-    keeps = changed.save_attention or changed.offload_above is not None
+    if KEEP in names:
+        changed = replace(changed, keep_layers=kept(model, changed))
+        if changed.keep_layers == setup.keep_layers:
+            return None
+        names[names.index(KEEP)] = f"{KEEP} {changed.keep_layers}"
+    checkpoints = changed.save_attention or changed.keep_layers or changed.offload_above is not None
     # The step of a paged optimizer, which is bitsandbytes's, fails with sharded weights.
     fails = changed.is_sharded and changed.optimizer.startswith("paged")
     fails = fails or (changed.offload_params and not changed.is_sharded)
-    # Both are for checkpoints.
-    return None if fails or (keeps and not changed.checkpointing) else (changed, tuple(names))
+    fails = fails or bool(changed.keep_layers and changed.offload_above is not None)
+    return None if fails or (checkpoints and not changed.checkpointing) else (changed, tuple(names))
 
 
 def _is_possible(setup: Setup, name: str) -> bool:

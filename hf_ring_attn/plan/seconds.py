@@ -63,11 +63,13 @@ class _LayerSeconds:
 
 def seconds_of(model: ModelShape, setup: Setup) -> Seconds:
     """Forecasts a step in which each ring trains one row."""
-    layers = [_layer_seconds(model, layer, setup) for layer in model.layers]
+    kept = setup.keeps(len(model.layers))
+    setups = [setup] * (len(model.layers) - kept) + [setup.of_kept()] * kept
+    layers = [_layer_seconds(model, layer, own) for layer, own in zip(model.layers, setups, strict=True)]
     head_passes = 6 if setup.method == "full" else 4
     head = setup.tokens_per_rank * head_passes * (model.head + model.outside) / matmul_flops(setup)
     logits = 10 * FLOAT32 * setup.tokens_of_logits * model.vocabulary / _memory_speed(setup.gpu)
-    waiting = sum(_waiting(model, layer, one, setup) for layer, one in zip(model.layers, layers, strict=True))
+    waiting = sum(_waiting(*each) for each in zip(model.layers, layers, setups, strict=True))
     waiting += _offload(model, layers, setup)
     rows = setup.gpus // setup.ring_size
     both = list(zip(model.layers, layers, strict=True))
@@ -169,7 +171,7 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
 # ---- communication --------------------------------------------------------------------------------------------------
 
 
-def _waiting(model: ModelShape, layer: LayerShape, one: _LayerSeconds, setup: Setup) -> float:
+def _waiting(layer: LayerShape, one: _LayerSeconds, setup: Setup) -> float:
     """Seconds that compute waits for messages: what does not fit beside it."""
     waits, has_one_node = 0.0, setup.gpus <= setup.gpus_per_node
     if setup.ring_size > 1 and isinstance(layer.attention, DeltaShape):

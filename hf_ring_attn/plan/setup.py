@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..kernels.flash4.blocks import HOPPER
 from .hardware import ATTENTION, GPUS, Gpu
@@ -25,7 +25,8 @@ class Setup:
     Args:
         gpus: of all nodes. ring: GPUs that share a row; gpus / ring rows are trained at a time.
         shard: "fsdp2" shards weights over all GPUs; "ddp" replicates them (on one GPU nothing wraps the model).
-        save_attention, loss, mlp_tokens, offload_above: as in RingConfig; mlp_tokens=0: all tokens of a rank at once.
+        save_attention, keep_layers, loss, mlp_tokens, offload_above: as in RingConfig; mlp_tokens=0: all tokens of a
+            rank at once.
         kernel: of attention; "auto": flash4 where it serves, as if flash-attn-4 were installed, else triton.
         offload_params: FSDP2's weights and optimizer are in host memory. liger: fused norms, RoPE and gated MLPs.
     """
@@ -42,6 +43,7 @@ class Setup:
     optimizer: str = "adamw"
     checkpointing: bool = True
     save_attention: bool = False
+    keep_layers: int = 0
     loss: str = "chunked"
     mlp_tokens: int = 0
     offload_above: float | None = None
@@ -54,6 +56,14 @@ class Setup:
         widths = attention.key_width, attention.value_width
         serves = self.gpu.has_flash4 and self.itemsize == 2 and widths in HOPPER
         return "flash4" if serves and self.kernel != "triton" else "triton"
+
+    def keeps(self, layers: int) -> int:
+        """How many of so many layers keep all their activations, the last ones."""
+        return min(self.keep_layers, layers) if self.checkpointing else layers
+
+    def of_kept(self) -> Setup:
+        """The setup in which a kept layer runs: nothing checkpoints it."""
+        return replace(self, checkpointing=False, save_attention=False, keep_layers=0)
 
     @property
     def ring_size(self) -> int:

@@ -57,6 +57,15 @@ def test_several_gpus_without_a_ring_get_no_options_of_rings(capsys: pytest.Capt
     assert offered and not any(name in offered for name in ("--save-attention", "--mlp-tokens", "--offload-above"))
 
 
+def test_auto_keeps_layers_as_a_number_of_them_does(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    common = ("--model", model, "--gpus", "2", "--gpu", "h200", "--tokens", "512K", "--liger")
+    _, auto = as_json(capsys, *common, "--keep-layers", "auto")
+    count = auto["setup"]["keep_layers"]
+    assert 0 < count < 4 and f"{count} of 4 layers keep their activations" in auto["notes"]
+    assert as_json(capsys, *common, "--keep-layers", str(count))[1] == auto
+    assert f"RingConfig(save_attention=True, keep_layers={count})" in auto["launch"]["program"]
+
+
 def test_fsdp2_is_told_of_the_storage_of_4_bit_weights(capsys: pytest.CaptureFixture[str], model: str) -> None:
     for more, told in ((["qlora"], True), (["qlora", "--shard", "ddp"], False), (["lora"], False)):
         _, found = as_json(capsys, "--model", model, "--gpus", "2", "--tokens", "4096", "--method", *more)
@@ -136,6 +145,7 @@ def typed(options: list[str], changes: list[str]) -> list[str]:
         "--no-checkpointing --gpu h200",
         "--save-attention --offload-above 0 --host-memory 8",
         "--method full --host-memory 30 --memory 30",
+        "--keep-layers 2 --no-save-attention --memory 40",
     ],
 )
 def test_options_for_longer_rows_are_what_a_second_call_says(
@@ -212,6 +222,10 @@ REFUSED = {
     "kernel": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--gpu", "a100"], "leave it out"),
     "its dtype": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--dtype", "float32"], "16 bits"),
     "offload": (["--gpus", "2", "--tokens", "8K", "--offload-params", "--shard", "ddp"], "needs --shard fsdp2"),
+    "kept": (["--gpus", "2", "--tokens", "8K", "--keep-layers", "few"], "a number of layers from 0 on, or auto"),
+    "kept alone": (["--gpus", "1", "--tokens", "8K", "--keep-layers", "2"], "has no effect without a ring"),
+    "kept whole": (["--gpus", "2", "--tokens", "8K", "--keep-layers", "2", "--no-checkpointing"], "needs checkpoints"),
+    "kept, saved": (["--gpus", "2", "--tokens", "8K", "--keep-layers=auto", "--save-attention"], "is decided with"),
     "no ring": (["--gpus", "2", "--ring", "1", "--tokens", "8K", "--mlp-tokens", "1K"], "no effect without a ring"),
 }
 

@@ -271,11 +271,21 @@ MEASURED_WITH_EXPERTS = [
 ]
 """Those of 32K gave the numbers for experts. Before, the forecast said 2.55, 24.2, 1.17 and 8.6 s."""
 
+KEPT = "2026-11-29-kept-layers"
+MEASURED_WITH_KEPT_LAYERS = [
+    Filed(KEPT, "ring_auto_32K", {**AT_32K, **SAVED}),
+    Filed(KEPT, "ring_kept_32K", {**AT_32K, **SAVED, "keep_layers": 32}),
+    Filed(KEPT, "ring_auto_8K-2", {**AT_8K, **SAVED}, False),
+    Filed(KEPT, "ring_kept_8K", {**AT_8K, **SAVED, "keep_layers": 32}, False),
+]
+"""The last two wait for their hosts."""
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
     *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN, *MEASURED_BY_DEFAULT,
     *MEASURED_WITH_LINEAR_ATTENTION, *MEASURED_WITH_EXPERTS, *MEASURED_ON_WHOLE_ROWS,
+    *MEASURED_WITH_KEPT_LAYERS,
 ]  # fmt: skip
 
 
@@ -287,6 +297,14 @@ def test_a_filed_step_is_forecast(filed: Filed) -> None:
     if filed.is_timed:
         assert "not_timed" not in filed.filed().head
         assert seconds == pytest.approx(row["seconds_per_step"], rel=MOST_SECONDS)
+
+
+@pytest.mark.parametrize(("kept", "gib", "took"), [(0, 52.45, 18.69), (8, 105.2, 18.36)])
+def test_some_kept_layers_are_forecast(kept: int, gib: float, took: float) -> None:
+    """Two H200: 128K tokens, as RingConfig(keep_layers="auto") keeps layers there, and with saved attention alone."""
+    own = Setup(gpu=GPUS["h200"], gpus=2, tokens=131072, keep_layers=kept, liger=True, save_attention=True)
+    assert memory_of(llama_8b(), own).allocated / GIB == pytest.approx(gib, rel=0.03)
+    assert seconds_of(llama_8b(), own).total == pytest.approx(took, rel=0.05)
 
 
 def test_the_newest_runs_are_forecast_within_three_percent() -> None:

@@ -12,6 +12,7 @@ from hf_ring_attn.plan import search
 from hf_ring_attn.plan.attention_memory import peer_bytes
 from hf_ring_attn.plan.hardware import GIB, GPUS
 from hf_ring_attn.plan.layer_memory import hidden_bytes, mlp_bytes
+from hf_ring_attn.plan.layer_memory import saved_bytes as layer_bytes
 from hf_ring_attn.plan.memory import (
     ACTIVATIONS,
     CHECKPOINTS,
@@ -73,6 +74,22 @@ def test_checkpoints_and_saved_attention() -> None:
     assert away.moments["loss"][CHECKPOINTS] == 2 * 65536 * 4096 * 2
     assert away.host[CHECKPOINTS] == 32 * 65536 * 4096 * 2
     assert memory_of(llama_8b(), setup(checkpointing=False)).moments["loss"][ACTIVATIONS] > 32 * 65536 * 4 * 14336 * 2
+
+
+def test_kept_layers_are_the_last_ones_and_are_not_computed_again() -> None:
+    model, own = llama_8b(), setup(save_attention=True)
+    memory, all_saved = (
+        memory_of(model, replace(own, **new)) for new in ({"keep_layers": 8}, {"checkpointing": False})
+    )
+    loss, of_layer = memory.moments["loss"], layer_bytes(model, model.layers[0], replace(own, checkpointing=False))
+    assert loss[CHECKPOINTS] == 24 * 65536 * 4096 * 2 and loss[ACTIVATIONS] == 8 * of_layer
+    last, first = (memory.moments[f"backward of the {which} layer's MLP"] for which in ("last", "first"))
+    assert last[ACTIVATIONS] == 7 * of_layer, "its own are among its intermediates"
+    assert (first[CHECKPOINTS], first[ACTIVATIONS]) == (65536 * 4096 * 2, 0)
+    assert all_saved.moments["loss"][ACTIVATIONS] == 32 * of_layer
+    few, many, every = (seconds_of(model, replace(own, keep_layers=kept)).total for kept in (0, 8, 40))
+    assert few - many == pytest.approx((few - every) / 4)
+    assert every == seconds_of(model, replace(own, checkpointing=False)).total
 
 
 def test_gradients_come_as_checkpoints_go() -> None:
@@ -243,8 +260,15 @@ def test_to_save_all_activations_is_advised_where_it_fits() -> None:
     """All of them, or with MLPs in chunks; beside it neither saved attention nor offloading has a use."""
     short = setup(tokens=8192, save_attention=True)
     fastest, *_ = alternatives(llama_8b(), forecast(llama_8b(), short, 139.8), 130.0)
-    assert fastest.changes == ("--no-save-attention", "--no-checkpointing", "--liger")
+    assert fastest.changes == ("--liger", "--keep-layers 32")
     assert fastest.seconds.total < 0.8 * seconds_of(llama_8b(), replace(short, liger=True)).total
+    none = replace(short, save_attention=False, checkpointing=False, liger=True)
+    assert (fastest.memory.total, fastest.seconds.total) == (
+        memory_of(llama_8b(), none).total,
+        seconds_of(llama_8b(), none).total,
+    )
+    alone = alternatives(llama_8b(), forecast(llama_8b(), replace(short, gpus=1), 139.8), 130.0)
+    assert "--no-checkpointing" in alone[0].changes, "keep_layers is of rings"
     for tokens, memory in ((8192, 20.0), (2**17, 139.8)):
         row = setup(tokens=tokens, save_attention=True)
         for one in alternatives(llama_8b(), forecast(llama_8b(), row, memory), 0.93 * memory, 100):

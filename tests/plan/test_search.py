@@ -10,7 +10,7 @@ import pytest
 from hf_ring_attn.integration.memory.auto_saving import LEFT_FREE
 from hf_ring_attn.plan.hardware import GIB
 from hf_ring_attn.plan.memory import memory_of
-from hf_ring_attn.plan.search import decided
+from hf_ring_attn.plan.search import decided, kept
 from tests.plan.shapes import llama_8b
 from tests.plan.test_memory import setup
 
@@ -32,3 +32,9 @@ def test_auto_saves_on_the_host_if_half_of_what_is_free_there_is_enough(host: fl
     one = setup(tokens=2**17, offload_above=0.0)
     one = replace(one, gpu=replace(one.gpu, host_memory_gib=host))
     assert decided(llama_8b(), one).save_attention is saves
+
+
+def test_auto_keeps_as_many_layers_as_leave_a_tenth() -> None:
+    """As measured on two H200: all at 32K tokens, 8 at 128K (recipes/results/2026-11-29-kept-layers)."""
+    found = [kept(llama_8b(), setup(tokens=tokens, liger=True)) for tokens in (2**15, 2**17, 2**18)]
+    assert found == [32, 8, 1]
