@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..integration.context.introspect import text_modules
+from ..integration.model.decoder import decoder_layers
 from .hardware import GIB
 from .linear_attention import FLA, NAME, scan_seconds, torch_bytes
 from .memory import memory_of
@@ -37,6 +38,8 @@ def _quantized(config: Any, setup: Setup) -> Iterator[str]:
     method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
     counted = "in 4 bits of bitsandbytes" if setup.method == "qlora" else f"in {setup.dtype}"
     yield f"the config's weights are quantized ({method}); this forecast counts them {counted}"
+    if setup.method == "full":
+        yield "transformers trains no quantized weights: load them dequantized, or plan --method lora or qlora"
 
 
 def _chunks(setup: Setup) -> Iterator[str]:
@@ -94,7 +97,14 @@ def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:
 
 
 def _towers(model: nn.Module) -> Iterator[str]:
+    """Parts that see no tokens, and lists of blocks beside the decoder layers, as of Idefics's cross-attention."""
     text = {id(module) for _, module in text_modules(model)}
+    found = decoder_layers(model)
+    layers = set() if found is None else {id(module) for module in found[1].modules()}
+    for name, module in text_modules(model):
+        blocks = isinstance(module, nn.ModuleList) and any(len(list(block.children())) for block in module)
+        if blocks and id(module) not in layers:
+            yield f"the weights of {name} are counted, its activations are not"
     for name, module in model.named_modules():
         if id(module) not in text and id(model.get_submodule(name.rpartition(".")[0])) in text:
             yield f"the weights of {name} are counted, its activations and its time are not"

@@ -42,7 +42,7 @@ def shape_of(config: Any, model: nn.Module) -> ModelShape:
 def _read(name: str, config: Any, model: nn.Module) -> ModelShape:
     text = config.get_text_config()
     found = decoder_layers(model)
-    if found is None or not isinstance(text.num_attention_heads, int):
+    if not found or not found[1] or not isinstance(text.num_attention_heads, int):
         raise errors.CannotPlan(name, "its decoder layers were not found")
     recurrences = {id(module) for module in recurrent_layers(model).values()}
     layers = tuple(
@@ -83,15 +83,22 @@ def _layer(name: str, text: Any, block: nn.Module, kind: str, recurrences: set[i
     attention = _attention(text, block, weights) if recurrence is None else _delta(name, kind, recurrence)
     window = _window(name, text, kind) if recurrence is None else None
     within = ATTENTION if recurrence is None else (*ATTENTION, f"{place}.")
-    experts = {at: p for at, p in weights.items() if ".experts." in f".{at}" and p.dim() > 1}
+    counts = {getattr(text, entry, None) for entry in EXPERTS}
+    experts = {
+        at: p
+        for at, p in weights.items()
+        if p.dim() > 1 and "router" not in at and (".experts." in f".{at}" or (p.dim() == 3 and p.shape[0] in counts))
+    }
     linear = {at: p for at, p in weights.items() if p.dim() == 2 and at not in experts}
     in_mlp = {at: p for at, p in linear.items() if not any(part in at for part in within)}
     wide = max((p.shape[1] for p in in_mlp.values() if p.shape[0] == hidden), default=0)
-    dense, chosen, of_experts, routed = sum(p.numel() for p in in_mlp.values()), 0, 0, 0
+    dense, chosen, of_experts, of_attention, routed = sum(p.numel() for p in in_mlp.values()), 0, 0, 0, 0
     if experts:
         taken, count = (_first(name, text, entries) for entries in (TAKEN, EXPERTS))
         inner = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        of_experts = sum(p.numel() for at, p in experts.items() if "bias" not in at) * taken // count
+        sizes = {at: p.numel() * taken // count for at, p in experts.items() if "bias" not in at}
+        of_experts = sum(size for at, size in sizes.items() if not any(part in at for part in within))
+        of_attention = sum(sizes.values()) - of_experts  # JetMoe's attention has experts, too
         chosen, routed = taken * inner, taken * hidden
     norms = [
         p.shape[0]
@@ -103,11 +110,12 @@ def _layer(name: str, text: Any, block: nn.Module, kind: str, recurrences: set[i
     return LayerShape(
         attention=attention, window=window, parameters=sum(p.numel() for p in weights.values()),
         quantizable=sum(p.numel() for p in linear.values()),
-        active=sum(p.numel() for p in linear.values()) + of_experts,
+        active=sum(p.numel() for p in linear.values()) + of_experts + of_attention,
         adapted=tuple((p.shape[1], p.shape[0]) for p in linear.values()), mlp=wide + chosen,
         mlp_active=dense + of_experts, gated=2 * (dense + of_experts) > 5 * hidden * (wide + chosen),
         chosen=chosen, routed=routed, biases=any("bias" in at for at in experts),
         hidden_norms=norms.count(hidden), head_norms=any("q_norm" in at for at in weights),
+        is_causal=all(getattr(module, "is_causal", True) for module in block.modules()),
         own_input=0 if own_input is None else own_input.shape[0],
         streams=text.altup_num_inputs if any(at.startswith("altup.") for at in weights) else 1,
     )  # fmt: skip

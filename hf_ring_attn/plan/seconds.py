@@ -105,6 +105,7 @@ def attention_flops(layer: LayerShape, tokens: int) -> tuple[float, float]:
     if isinstance(one, DeltaShape):
         return delta_flops(one, tokens), 2 * delta_flops(one, tokens)
     seen, key, value = pairs(tokens, layer.window) * one.heads, one.key_width, one.value_width
+    seen *= 1 if layer.is_causal else 2
     return 2 * seen * (key + value), 2 * seen * (3 * key + 2 * value)
 
 

@@ -76,6 +76,7 @@ class LayerShape:
         chosen: the part of ``mlp`` that is of a token's experts. routed: numbers of its copies for them. biases: the
             experts have biases.
         hidden_norms: norms as wide as the hidden states. head_norms: queries and keys are normed, too.
+        is_causal: a query sees only keys before it, and not those behind it, as in BERT.
         own_input: width of the layer's own embedding of a token, as in Gemma 3n and 4; 0: it has none.
         streams: hidden states that it takes and returns: 1, or those of AltUp in Gemma 3n.
     """
@@ -94,6 +95,7 @@ class LayerShape:
     biases: bool
     hidden_norms: int
     head_norms: bool
+    is_causal: bool = True
     own_input: int = 0
     streams: int = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hf_ring_attn import cli
 from hf_ring_attn.integration.model import loading
 from hf_ring_attn.plan.hardware import KEPT_FREE
 from hf_ring_attn.plan.positions import beyond
-from tests.plan.shapes import LLAMA_8B
+from hf_ring_attn.plan.seconds import attention_flops
+from tests.plan.shapes import LLAMA_8B, shape
 
 SMALL = {**LLAMA_8B, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 TEXT = {
@@ -237,3 +239,39 @@ def test_4_bit_weights_are_offered_only_to_make_a_row_fit(plan: Any) -> None:
     assert any("--method qlora" in changes for changes in offered(*tight))
     said = plan({**LLAMA_8B, "num_hidden_layers": 8}, "--shard", "ddp", *tight)[1]
     assert " (it rounds the frozen weights, so it trains another model)\n" in said
+
+
+def test_experts_of_attention_count_by_those_that_a_token_takes() -> None:
+    """JetMoe: two of eight experts, of its MLPs and of its attention's queries and outputs."""
+    (layer,) = shape({"model_type": "jetmoe", "num_hidden_layers": 1}).layers
+    of_mlp, of_attention, rest = 3 * 2048 * 5632, 2 * 2048 * 2048, 4096 * 2048 + 2 * 8 * 2048
+    assert layer.active == 2 * (of_mlp + of_attention) + rest
+    assert layer.parameters > 8 * (of_mlp + of_attention) + rest
+    assert (layer.mlp, layer.gated, layer.mlp_active) == (2 * 5632, True, 2 * of_mlp + 8 * 2048)
+
+
+@pytest.mark.parametrize(("kind", "sees"), [({}, 2), ({"is_decoder": True}, 1), ({"sliding_window": 64}, 2)])
+def test_attention_both_ways_sees_twice_as_many_keys(kind: dict[str, Any], sees: int) -> None:
+    (layer,) = shape({"model_type": "bert", "num_hidden_layers": 1, **kind}).layers
+    assert layer.is_causal == (sees == 1)
+    seen = attention_flops(layer, 8192)[0] / attention_flops(replace(layer, is_causal=True), 8192)[0]
+    assert seen == sees
+
+
+def test_a_config_without_layers_is_refused_in_words(plan: Any) -> None:
+    code, _, said = plan({**SMALL, "num_hidden_layers": 0}, "--tokens", "8K")
+    assert code == 2 and "cannot be planned: its decoder layers were not found" in said
+
+
+def test_cross_attention_between_layers_is_noted(plan: Any) -> None:
+    idefics = {"model_type": "idefics", "num_hidden_layers": 4, "vocab_size": 64}
+    _, said, _ = plan(idefics, "--tokens", "8K", "--json")
+    notes = json.loads(said)["notes"]
+    assert "the weights of model.gated_cross_attn_layers are counted, its activations are not" in notes
+
+
+@pytest.mark.parametrize(("method", "told"), [("full", True), ("lora", False)])
+def test_quantized_weights_are_not_trained(plan: Any, method: str, told: bool) -> None:
+    quantized = {**SMALL, "quantization_config": {"quant_method": "mxfp4"}}
+    _, said, _ = plan(quantized, "--tokens", "8K", "--method", method)
+    assert ("note: transformers trains no quantized weights: load them dequantized" in said) == told
