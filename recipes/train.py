@@ -32,6 +32,7 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
+from transformers.trainer_callback import ExportableState
 from trl import SFTConfig, SFTTrainer
 
 import hf_ring_attn
@@ -196,13 +197,23 @@ def checkpoint_in(folder: Path) -> Path | None:
     return found
 
 
-class Progress(TrainerCallback):
-    """One line a step, by the first rank: loss, gradient norm, seconds, and the peak memory of its GPU."""
+class Progress(TrainerCallback, ExportableState):
+    """One line a step, by the first rank: loss, gradient norm, seconds, and the peak memory of its GPU.
+
+    Checkpoints hold the steps, so that a resumed run has all of them.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.began: float | None = None
         self.begun = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        of_checkpoint = state.stateful_callbacks.get(type(self).__name__, {"attributes": {"steps": []}})
+        self.steps = list(of_checkpoint["attributes"]["steps"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.began is None:

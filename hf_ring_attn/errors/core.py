@@ -63,10 +63,15 @@ class ScoreModChanged(Refused):
 
 
 class UnsupportedAttention(Refused):
-    """Raised with every reason at once when a kernel cannot honour a request."""
+    """Raised with every reason at once when a kernel cannot honour a request.
 
-    def __init__(self, reasons: dict[str, list[str]]) -> None:
+    ``others``: kernels that support the request, if one was asked for by name.
+    """
+
+    def __init__(self, reasons: dict[str, list[str]], others: Sequence[str] = ()) -> None:
         lines = [f"  {kernel}: {'; '.join(why)}" for kernel, why in reasons.items()]
+        if others:
+            lines.append(f"use kernel='auto' (and no HF_RING_ATTN_KERNEL): {others[0]} supports this attention")
         super().__init__("no kernel can compute this attention exactly:\n" + "\n".join(lines))
 
 

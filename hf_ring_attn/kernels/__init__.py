@@ -83,4 +83,7 @@ def choose(
         if not why:
             return kernel
         reasons[kernel.name] = why
-    raise UnsupportedAttention(reasons)
+    others = KERNELS.keys() - reasons.keys() - BY_NAME_ONLY if len(kernels_named(name)) == 1 else set()
+    raise UnsupportedAttention(
+        reasons, [one for one in KERNELS if one in others and not KERNELS[one].unsupported(request)]
+    )

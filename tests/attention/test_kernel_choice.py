@@ -78,7 +78,8 @@ def test_a_kernel_chosen_by_name_never_falls_back() -> None:
     with pytest.raises(UnsupportedAttention) as error:
         choose("picky", replace(REQUEST, softcap=True))
     assert str(error.value) == (
-        "no kernel can compute this attention exactly:\n  picky: it has no softcap; it knows no torch.float32"
+        "no kernel can compute this attention exactly:\n  picky: it has no softcap; it knows no torch.float32\n"
+        "use kernel='auto' (and no HF_RING_ATTN_KERNEL): reference supports this attention"
     )
 
 

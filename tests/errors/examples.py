@@ -94,7 +94,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
                 "flash4": ["needs an NVIDIA GPU, got tensors on cpu"],
                 "triton": ["needs a CUDA or ROCm GPU, got tensors on cpu"],
             }
-        }
+        },
+        {"reasons": {"triton": ["needs a CUDA or ROCm GPU, got tensors on cpu"]}, "others": ["reference"]},
     ],
     "NoPulls": [{"reason": "the GPUs of ranks 0 and 1 have no peer-to-peer access"}],
     "NoMemoryForBuffers": [{"size": 2**31}],

@@ -52,13 +52,17 @@ def announce(context: BatchContext) -> None:
     layout, config, log = context.layout, context.config, context.log
     what = f"; {', '.join(present)}" if present else ""
     verdict = context.state(SelfCheckState).verdict
+    held = layout.local_length
+    shown = f"{held} of {layout.length} tokens a rank"
+    if held > layout.length:
+        shown = f"{held} of {layout.padded} padded tokens a rank"
     rows = "" if log.rows_a_step is None else f", {log.rows_a_step:,} row{'s' * (log.rows_a_step != 1)} a step"
     checked = f"; self-check {verdict}" if verdict else ""
     if context.ring.size == 1:
         say(f"no ring active; kernel {context.log.kernel}{what}", key)
     else:
         say(
-            f"ring of {context.ring.size}: {layout.local_length} of {layout.length} tokens a rank{rows}, kernel "
+            f"ring of {context.ring.size}: {shown}{rows}, kernel "
             f"{log.kernel}, backward {config.backward} by {transport_name(context.ring, config.traffic)}, "
             f"loss {loss_in_words(context)}{what}{checked}",
             key,
