@@ -84,11 +84,19 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
     try:
         with inputs_handed_on(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
             yield
-    except KeyError as missing:
-        refused = _REFUSED_LOSSES.get(trainer, {}).get(model.training)
-        if refused is not None and missing.args[0] in LOSS_INPUTS:  # the program's loss is one for a ring
-            raise refused from missing
+    except Exception as error:
+        refused, said = _REFUSED_LOSSES.get(trainer, {}).get(model.training), str(error).split(". ")[0]
+        is_of_ring = (
+            isinstance(error, KeyError) and error.args[0] in LOSS_INPUTS
+        )  # the program's loss is one for a ring
+        if refused is not None and (is_of_ring or (said and said in str(refused))):
+            _UNSAID.pop(trainer, None)  # whole rows fail alike: the error says it best
+        if refused is not None and is_of_ring:
+            raise refused from error
         raise
+    finally:
+        if unsaid := _UNSAID.pop(trainer, ""):
+            warn(unsaid)
 
 
 @contextmanager
@@ -113,6 +121,9 @@ NEEDS_WHOLE_ROWS = (
 
 RAISED_ALONE = (errors.LayerWithoutSpec, errors.OtherInputs, errors.SelfCheckRaised, errors.UnshardedInput)
 """Those that one rank may raise alone, inside a forward in which the others wait for it."""
+
+_UNSAID: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""What is said of a trainer's first loss of whole rows, once that has been computed."""
 
 _REFUSED_LOSSES: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
 """Trainers whose loss needs whole rows: what refused that of a rank's tokens in training (True), in evaluation."""
@@ -151,7 +162,8 @@ def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> No
     one: BaseException | None = error
     while one is not None:  # its frames hold the trainer, which would never be freed
         one.__traceback__, one = None, one.__cause__ or one.__context__
-    warn(TAKES_WHOLE_ROWS.format(type(trainer).__name__, when, " ".join(str(error).split(". ")[0].split())))
+    why = " ".join(str(error).split(". ")[0].split())
+    _UNSAID[trainer] = TAKES_WHOLE_ROWS.format(type(trainer).__name__, when, why)
 
 
 def _all_raised(trainer: Any, model: nn.Module, error: errors.Refused) -> bool:

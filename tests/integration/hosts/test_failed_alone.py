@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from hf_ring_attn.comm import meeting
+from hf_ring_attn.integration import log
 from tests.helpers.checks import Ranks
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, trainer_of
@@ -86,3 +87,18 @@ def trained(fsdp2: bool) -> int:
 def test_a_loss_that_fails_on_every_share_gets_whole_rows(ranks: Ranks, fsdp2: bool) -> None:
     """Under FSDP2 it was refused, as if one rank had failed alone."""
     assert ranks(2).run(trained, fsdp2) == [2, 2]
+
+
+def without_labels() -> list[str]:
+    """Trains on rows without labels, which ends with transformers' error; returns the warnings before it."""
+    with launched(Mesh(cp=2)), a_folder(None) as folder:
+        trainer = trainer_of(run_of(False), Mesh(cp=2), folder, tiny("llama", "ring_fp32"))
+        trainer.train_dataset = [{"input_ids": list(range(1, 41))}] * 4
+        with pytest.raises(ValueError, match="did not return a loss"):
+            trainer.train()
+        return [str(text) for text, kind in log._said if kind == "warning"]
+
+
+def test_a_batch_without_labels_is_no_matter_of_the_ring(ranks: Ranks) -> None:
+    for warnings in ranks(2).run(without_labels):
+        assert not any("losses of whole rows" in text for text in warnings), warnings
