@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import Trainer
 
@@ -93,7 +94,7 @@ def without_labels() -> list[str]:
     """Trains on rows without labels, which ends with transformers' error; returns the warnings before it."""
     with launched(Mesh(cp=2)), a_folder(None) as folder:
         trainer = trainer_of(run_of(False), Mesh(cp=2), folder, tiny("llama", "ring_fp32"))
-        trainer.train_dataset = [{"input_ids": list(range(1, 41))}] * 4
+        trainer.train_dataset = [{"input_ids": torch.arange(1, 41)}] * 4
         with pytest.raises(ValueError, match="did not return a loss"):
             trainer.train()
         return [str(text) for text, kind in log._said if kind == "warning"]
