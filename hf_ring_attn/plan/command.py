@@ -145,7 +145,7 @@ def check(given: argparse.Namespace) -> str | None:
 
 
 def _of_kept(given: argparse.Namespace) -> str:
-    """What is wrong with kept layers beside the other options, or ""."""
+    """Returns what is wrong with kept layers beside the other options, or ""."""
     if (given.ring or given.gpus) == 1:
         return "has no effect without a ring: leave it out"
     if given.no_checkpointing or given.offload_above is not None:

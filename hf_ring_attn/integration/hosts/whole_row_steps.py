@@ -123,7 +123,7 @@ RAISED_ALONE = (errors.LayerWithoutSpec, errors.OtherInputs, errors.SelfCheckRai
 """Those that one rank may raise alone, inside a forward in which the others wait for it."""
 
 _UNSAID: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""What is said of a trainer's first loss of whole rows, once that has been computed."""
+"""The warning about a trainer's losses of whole rows, said once one has been computed."""
 
 _REFUSED_LOSSES: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
 """Trainers whose loss needs whole rows: what refused that of a rank's tokens in training (True), in evaluation."""
