@@ -86,9 +86,7 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
             yield
     except Exception as error:
         refused, said = _REFUSED_LOSSES.get(trainer, {}).get(model.training), str(error).split(". ")[0]
-        is_of_ring = (
-            isinstance(error, KeyError) and error.args[0] in LOSS_INPUTS
-        )  # the program's loss is one for a ring
+        is_of_ring = isinstance(error, KeyError) and error.args[0] in LOSS_INPUTS  # the program's loss is for a ring
         if refused is not None and (is_of_ring or (said and said in str(refused))):
             _UNSAID.pop(trainer, None)  # whole rows fail alike: the error says it best
         if refused is not None and is_of_ring:
