@@ -114,7 +114,7 @@ class RingConfig:
     @property
     def saves_memory(self) -> bool:
         """True if an option is set that saves memory or time in one process, too, without a ring."""
-        asked = self.save_attention is True or self.loss == "chunked"
+        asked = self.save_attention is True or self.loss == "chunked" or self.keep_layers != 0
         return asked or self.mlp_tokens is not None or self.offload_above is not None
 
 

@@ -146,8 +146,6 @@ def check(given: argparse.Namespace) -> str | None:
 
 def _of_kept(given: argparse.Namespace) -> str:
     """Returns what is wrong with kept layers beside the other options, or ""."""
-    if (given.ring or given.gpus) == 1:
-        return "has no effect without a ring: leave it out"
     if given.no_checkpointing or given.offload_above is not None:
         return "needs checkpoints on the GPU: leave out --no-checkpointing and --offload-above"
     if given.keep_layers == AUTO and given.save_attention is not None:
@@ -160,6 +158,7 @@ def _of_rings(given: argparse.Namespace) -> str:
     asked = {
         "--save-attention": given.save_attention, "--mlp-tokens": given.mlp_tokens is not None,
         "--offload-above": given.offload_above is not None, f"--loss {given.loss}": given.loss != "chunked",
+        "--keep-layers": given.keep_layers,
     }  # fmt: skip
     return next((name for name, is_asked in asked.items() if is_asked), "")
 
@@ -184,7 +183,7 @@ def run(given: argparse.Namespace) -> int:
         longest = most_tokens(model, lambda tokens: replace(setup, tokens=tokens), advised)
         setup = replace(setup, tokens=longest or 2 * setup.ring_size)
     if given.save_attention is None:
-        setup = decided(model, setup)
+        setup = decided(model, setup, keeps=given.keep_layers == AUTO)
     if given.keep_layers == AUTO and setup.save_attention:
         setup = replace(setup, keep_layers=kept(model, setup))
     one = forecast(model, setup, setup.gpu.memory_gib)

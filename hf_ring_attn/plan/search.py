@@ -73,13 +73,14 @@ def forecast(model: ModelShape, setup: Setup, memory_gib: float, changes: tuple[
     return Forecast(setup, memory_of(model, setup), seconds_of(model, setup), memory_gib, changes)
 
 
-def decided(model: ModelShape, setup: Setup) -> Setup:
+def decided(model: ModelShape, setup: Setup, keeps: bool = False) -> Setup:
     """``setup``, with saved attention if save_attention="auto" turns it on: see `auto_saving`.
 
-    With ``offload_above`` and a host memory that is not known, it does not.
+    With ``offload_above`` and a host memory that is not known, it does not; nor on one GPU, unless keep_layers="auto"
+    asks for it (``keeps``).
     """
     saved = replace(setup, save_attention=True)
-    if not setup.checkpointing or setup.ring_size == 1:
+    if not setup.checkpointing or (setup.ring_size == 1 and not keeps):
         return setup
     if setup.offload_above is not None:
         there, more = (sum(memory_of(model, one).host.values()) for one in (setup, saved))
@@ -203,8 +204,7 @@ def _chunk(setup: Setup) -> int:
 def _combinations(setup: Setup) -> Iterator[Changes]:
     """The combinations of changes that a search tries."""
     useful = [(name, new) for name, new in CHANGES if replace(setup, **new) != setup and _is_possible(setup, name)]
-    useful += [(CHUNKS, {}), (OFFLOAD, {})] if setup.takes_options else []
-    useful += [(KEEP, {})] if setup.ring_size > 1 else []
+    useful += [(CHUNKS, {}), (OFFLOAD, {}), (KEEP, {})] if setup.takes_options else []
     for count in range(1, len(useful) + 1):
         yield from itertools.combinations(useful, count)
 

@@ -223,7 +223,7 @@ REFUSED = {
     "its dtype": (["--gpus", "2", "--tokens", "8K", "--kernel", "flash4", "--dtype", "float32"], "16 bits"),
     "offload": (["--gpus", "2", "--tokens", "8K", "--offload-params", "--shard", "ddp"], "needs --shard fsdp2"),
     "kept": (["--gpus", "2", "--tokens", "8K", "--keep-layers", "few"], "a number of layers from 0 on, or auto"),
-    "kept alone": (["--gpus", "1", "--tokens", "8K", "--keep-layers", "2"], "has no effect without a ring"),
+    "kept, no ring": (["--gpus", "2", "--ring", "1", "--tokens", "8K", "--keep-layers", "2"], "without a ring"),
     "kept whole": (["--gpus", "2", "--tokens", "8K", "--keep-layers", "2", "--no-checkpointing"], "needs checkpoints"),
     "kept, saved": (["--gpus", "2", "--tokens", "8K", "--keep-layers=auto", "--save-attention"], "is decided with"),
     "no ring": (["--gpus", "2", "--ring", "1", "--tokens", "8K", "--mlp-tokens", "1K"], "no effect without a ring"),

@@ -50,7 +50,8 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         context.log.features.add("attention saved")
     text_alone = context.text is None or context.whole_head  # images take memory by other numbers than tokens
     possible = config.save_attention == "auto" and text_alone and not record.compiled
-    possible = possible and context.ring.size > 1 and model.training and torch.is_grad_enabled()
+    asked = context.ring.size > 1 or config.keep_layers == "auto"  # one process saves what it is told to
+    possible = possible and asked and model.training and torch.is_grad_enabled()
     saving, layers = context.state(Saving), record.state(CheckpointedLayers)
     saving.possible = possible and _save_attention(model, sites, lambda _text: None)
     layers.clear()

@@ -85,6 +85,9 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
         raise refusal
     else:
         meanwhile()
+        if weights := context.state(Visits)[record].weights:
+            offers = auto_saving.offers(record, context, weights[0].device)
+            auto_saving.decide_saving(context, *([offer] for offer in offers))
     return record
 
 

@@ -78,6 +78,11 @@ def test_one_process_takes_them(ranks: Ranks, maker: str) -> None:
     assert ("MLPs 3 tokens at a time" in lines[0]) == (maker not in CHUNKED)
 
 
+def test_one_process_keeps_layers(ranks: Ranks) -> None:
+    ((_, lines),) = ranks(1).run(trained, "Trainer", "ring_fp32", RingConfig(keep_layers=1))
+    assert lines[0] == "no ring active; kernel reference; 1 layer kept"
+
+
 def test_without_them_one_process_is_left_alone(ranks: Ranks) -> None:
     ((_, lines),) = ranks(1).run(trained, "Trainer", "ring_fp32", None)
     assert lines == ["no ring active; kernel reference"]

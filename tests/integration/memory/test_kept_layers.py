@@ -120,9 +120,10 @@ class Counters(NamedTuple):
         return read
 
 
-def test_as_many_are_kept_as_fit_after_a_measured_step(ranks: Ranks) -> None:
-    plain = ranks(2).run(run, 0, save_attention=False)
-    for one, without in zip(ranks(2).run(run, "auto", memory=Counters()), plain, strict=True):
+@pytest.mark.parametrize("size", [1, 2])
+def test_as_many_are_kept_as_fit_after_a_measured_step(ranks: Ranks, size: int) -> None:
+    plain = ranks(size).run(run, 0, save_attention=False)
+    for one, without in zip(ranks(size).run(run, "auto", memory=Counters()), plain, strict=True):
         assert one.forwards == [4, 2, 2]
         assert one.attended == [4, 2, 2]
         for got, want in zip(one.bits, without.bits, strict=True):
