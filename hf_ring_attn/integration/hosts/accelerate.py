@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from ... import errors
 from ...comm.groups import any_ring
 from ...comm.ring import set_timeout
+from ..context import introspect, model_record
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
 from ..gradients import fsdp
+from ..log import warn
 from ..model import liger, quantized
 from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
@@ -53,6 +55,10 @@ def decide_by_models(accelerator: Any, *objects: object) -> None:
     config = accelerator.parallelism_config
     others = [*map(id, getattr(accelerator, "_models_of_whole_rows", ()))]
     models = {obj: uses_ring(obj) for obj in objects if isinstance(obj, nn.Module) and id(obj) not in others}
+    for model in (model for model, is_ring in models.items() if not is_ring):
+        if model_record.options_of(model) is not model_record.DEFAULT:
+            used = ", ".join(map(repr, parallelism_config.implementations(model)))
+            warn(_OPTIONS_UNUSED.format(introspect.name_of(model), used))
     if any(models.values()):
         if config is None:
             parallelism_config.refuse_one_process(accelerator)
@@ -72,6 +78,12 @@ def decide_by_models(accelerator: Any, *objects: object) -> None:
             raise errors.ModelIsNoRing(type(model).__name__, names, config.cp_size)
         if is_undecided(config) and (reasons := parallelism_config.torch_refusals(config, accelerator)):
             raise errors.TorchContextParallelRefused(type(model).__name__, names, reasons)
+
+
+_OPTIONS_UNUSED = (
+    "configure() set options of {0}, but they have no effect, since its attention is {1}. Load it with "
+    "attn_implementation='ring_fp32', or call model.set_attn_implementation('ring_fp32') before training."
+)
 
 
 def _state_init(original: Callable[..., None]) -> Callable[..., None]:

@@ -197,6 +197,20 @@ def test_another_model_gets_the_refusal_that_waited(gpus: dict[str, Any]) -> Non
     assert made.parallelism_config.cp_enabled
 
 
+def test_options_of_a_model_with_another_attention_are_told_to_be_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program went on without a word, and its user believed that a ring, or less memory, was on."""
+    said: list[str] = []
+    monkeypatch.setattr(ours, "warn", said.append)
+    alone = SimpleNamespace(parallelism_config=None, num_processes=1)
+    for attention, configured in (("sdpa", False), ("ring_fp32", True), ("sdpa", True)):
+        given = model(attention)
+        if configured:
+            hf_ring_attn.configure(given, hf_ring_attn.RingConfig(mlp_tokens=8))
+        ours.decide_by_models(alone, given)
+        assert bool(said) == (configured and attention == "sdpa"), said
+    assert "configure() set options of LlamaForCausalLM, but they have no effect" in said[0] and "'sdpa'" in said[0]
+
+
 def test_fsdp1_is_refused_for_either_kind_of_model(gpus: dict[str, Any]) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     made = accelerator(ParallelismConfig(cp_size=2), plugin)
