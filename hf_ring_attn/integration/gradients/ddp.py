@@ -181,6 +181,8 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
         return
     visit, around = context.state(Visits).get(latest_record(model)), set(map(id, unwrapped(model)))
     for wrapper in wrappers_of(model):
+        if wrapper._join_config.enable and context.ring.size < wrapper.process_group.size():
+            raise errors.UnsupportedArgument("DDP", "join_uneven_inputs (torch's Join)", _JOIN, "was called inside of")
         is_new, wrapped = wrapper not in _WRAPPED, _state_of(wrapper)
         if is_new and context.log.ran and id(wrapper) in around:  # it is running, past its hooks
             wrapped.before_forward()
@@ -258,6 +260,10 @@ def _steps_inside(wrapper: Any, optimizer: Optimizer) -> bool:
     return any(optimizer in getattr(x, "_in_backward_optimizers", ()) for x in wrapper.parameters())
 
 
+_JOIN = (
+    "several rings average gradients together, so they would wait for one that has no more batches. Give all rings "
+    "equally many batches: even_batches=True, which is accelerate's default, or drop the last ones"
+)
 _NO_SYNC = (
     "The last backward before the optimizer's step was in DDP's no_sync, which does not average gradients, as in "
     "accelerate's LocalSGD; Trainer does so if gradient_accumulation_steps changes while it trains. Leave no_sync for "

@@ -143,12 +143,20 @@ def _prepare_data_loader(original: Original, self: Any, *args: Any, **kwargs: An
     if options.dispatch_batches and ring_enabled(config):
         raise errors.DispatchedBatches("dispatch_batches=True")
     if options.dispatch_batches is not None:
-        return original(self, *args, **kwargs)
+        return _as_of_several(original(self, *args, **kwargs), options)
     # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
     with Replaced(options, "dispatch_batches", False):
         prepared_loader = original(self, *args, **kwargs)
     given = args[0] if args else kwargs.get("data_loader")
-    return streams.deal_as_dispatched(prepared_loader, given, self, options.split_batches)
+    return streams.deal_as_dispatched(_as_of_several(prepared_loader, options), given, self, options.split_batches)
+
+
+def _as_of_several(loader: Any, options: Any) -> Any:
+    """Gives the batches of one ring the option that `join_uneven_inputs` sets for those of several processes."""
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is not None and not hasattr(batches, "even_batches"):
+        batches.even_batches = options.even_batches
+    return loader
 
 
 def _seed_workers_by_ring(loader: Any, ring_size: int) -> None:

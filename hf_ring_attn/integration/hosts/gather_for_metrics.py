@@ -111,4 +111,5 @@ def _cut(accelerator: Any, entries: Any) -> Any:
     """Drops the samples that were repeated to fill the last batch, by accelerate's count."""
     state = accelerator.gradient_state
     left = state.remainder if state.end_of_dataloader else 0
-    return entries[:left] if left > 0 and not isinstance(entries, Mapping) else entries
+    has_rows = hasattr(entries, "__getitem__") and not isinstance(entries, Mapping)
+    return entries[:left] if left > 0 and has_rows else entries

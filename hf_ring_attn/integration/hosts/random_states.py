@@ -2,7 +2,8 @@
 
 Trainer saves each process's states under its number, and processes of a ring have other numbers if rings have another
 size. Results depend on what a first rank draws (GRPO's completions). All ranks of a ring draw the same (random masks),
-so ranks beyond the saved ring's size take its last rank's.
+so ranks beyond the saved ring's size take its last rank's. accelerate's `save_state` puts its count of batches into the
+same files: a rank without a file averaged gradients at other batches than the others, which waited for it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from typing import Any
 
 import numpy
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather
 from torch import Tensor
 
+from ..context.mesh import ring_of_process
 from ..log import warn
-from ..patching.changes import Original, Patch
+from ..patching.changes import Original, Patch, around
 from . import trainer, trainer_facts
 
-_NUMBERED = re.compile(r"^rng_state_(\d+)\.pth$")
+_NUMBERED = re.compile(r"^(?:rng_state_(\d+)\.pth|random_states_(\d+)\.pkl)$")
+"""The file of one of several processes: Trainer's, accelerate's."""
 _OF_ONE = "rng_state.pth"
 """The file of a single process."""
 _LOST = (
@@ -35,9 +40,7 @@ def _load(original: Original, self: Any, checkpoint: str | None) -> Any:
     if checkpoint is None:
         return original(self, checkpoint)
     host, folder, ring_size = self.accelerator, Path(checkpoint), trainer_facts.group_of(self).size()
-    found = [int(match[1]) for path in folder.glob("rng_state_*.pth") if (match := _NUMBERED.match(path.name))]
-    # A node may have the files of its own processes only.
-    saved = int(host.gather(torch.tensor(1 + max(found, default=-1), device=host.device)).max())
+    saved = _processes(folder, host.device)
     if saved == host.num_processes:
         return original(self, checkpoint)
     rings = host.num_processes // ring_size
@@ -54,6 +57,26 @@ def _load(original: Original, self: Any, checkpoint: str | None) -> Any:
     return None
 
 
+def _processes(folder: Path, device: Any) -> int:
+    """The number of processes that saved numbered states, on any node: one may have those of its own processes only."""
+    found = [int(match[1] or match[2]) for path in folder.glob("*") if (match := _NUMBERED.match(path.name))]
+    return int(gather(torch.tensor([1 + max(found, default=-1)], device=device)).max())
+
+
+@around
+def _load_accelerate(
+    original: Original, input_dir: Any, models: Any, optimizers: Any, schedulers: Any, dataloaders: Any,
+    process_index: int, *given: Any, **named: Any,
+) -> Any:  # fmt: skip
+    """Patches the loading of accelerate's `load_state`, whose process_index names the file of random states alone."""
+    ring, state = ring_of_process(), AcceleratorState()
+    if ring.size > 1 and (saved := _processes(Path(input_dir), state.device)) not in (0, state.num_processes):
+        number, rank = divmod(process_index, ring.size)
+        size, left = divmod(saved, state.num_processes // ring.size)
+        process_index = min(process_index, saved - 1) if left else number * size + min(rank, size - 1)
+    return original(input_dir, models, optimizers, schedulers, dataloaders, process_index, *given, **named)
+
+
 def _restore(path: Path, process: int) -> None:
     """Restores the states that process number ``process`` saved: of the host, and of the GPU that it had."""
     host: Any = importlib.import_module("transformers.trainer")
@@ -67,4 +90,11 @@ def _restore(path: Path, process: int) -> None:
         torch.cuda.set_rng_state(gpus if isinstance(gpus, Tensor) else gpus[process % len(gpus)])
 
 
-PATCHES = (Patch(f"{trainer.TRAINER}._load_rng_state", "(self, checkpoint)", _load),)
+_LOADED = (
+    "(input_dir, models, optimizers, schedulers, dataloaders, process_index, scaler=, map_location=, load_kwargs=, "
+    "**load_model_func_kwargs)"
+)
+PATCHES = (
+    Patch(f"{trainer.TRAINER}._load_rng_state", "(self, checkpoint)", _load),
+    Patch("accelerate.accelerator:load_accelerator_state", _LOADED, _load_accelerate),
+)

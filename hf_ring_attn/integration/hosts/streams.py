@@ -19,6 +19,7 @@ from ..context.mesh import ring_of_process
 from ..log import warn
 from ..patching.changes import Original, Patch, around
 from .rings_as_processes import RingsAsProcesses
+from .samplers import shuffle_alike
 
 _COUNTED = "_hf_ring_attn_counted"
 """The attribute of a loader that accelerate would have dispatched."""
@@ -84,7 +85,8 @@ _WORKERS = (
 
 @around
 def _iter(original: Original, self: Any) -> Iterator[Any]:
-    """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does."""
+    """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does; shuffles."""
+    shuffle_alike(self)
     for batch in original(self):
         if self.end_of_dataloader and isinstance(self.dataset, DealtStream):
             self.remainder = self.dataset.left

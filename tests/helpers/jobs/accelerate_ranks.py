@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import get_scheduler
 
 import hf_ring_attn
@@ -24,7 +24,8 @@ from hf_ring_attn.integration.hosts.gather_for_metrics import gather_once_per_ri
 from hf_ring_attn.integration.hosts.parallelism_config import deferring_cp_checks
 from hf_ring_attn.integration.hosts.rings_as_processes import RingsAsProcesses
 from hf_ring_attn.integration.hosts.schedulers import ProcessCount
-from tests.helpers.jobs.accelerate_batches import CP, averaged, batch, model, plain
+from tests.helpers.jobs.accelerate_batches import CP, Rows, averaged, batch, model, plain
+from tests.helpers.jobs.accelerate_epochs import EPOCHS
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 
@@ -69,14 +70,6 @@ def a_wrapped_or_peft_model_is_recognised(accelerator: Any) -> None:
 class Endless(IterableDataset[dict[str, Tensor]]):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return ({"input_ids": torch.full((3,), number)} for number in range(64))
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": torch.full((3,), index)}
 
 
 def ranks_of_a_ring_get_one_batch(accelerator: Any) -> None:
@@ -375,7 +368,7 @@ CHECKS: tuple[Callable[[Any], None], ...] = (
     counts_that_are_not_clear_are_refused, schedulers_have_the_rates_of_one_process,
     buffers_that_do_not_fit_are_refused, buffers_that_stayed_sharded_are_not_taken_for_rows,
     a_shared_view_and_a_tensor_given_twice,
-    values_are_gathered_once_per_ring, reductions_over_rings_are_those_over_processes,
+    *EPOCHS, values_are_gathered_once_per_ring, reductions_over_rings_are_those_over_processes,
     another_model_gets_accelerates_refusals, a_ring_refuses_another_model, dispatched_batches_are_refused,
 )  # fmt: skip
 LAST_CHECKS = (

@@ -24,6 +24,7 @@ from transformers import get_scheduler
 from hf_ring_attn import errors
 from hf_ring_attn.integration.context import batch_context
 from hf_ring_attn.integration.hosts import schedulers
+from hf_ring_attn.integration.hosts.rings_as_processes import RingsAsProcesses
 from tests.helpers.jobs.states import of_two_gpus
 
 STEPS, WARMUP = 12, 3
@@ -187,6 +188,16 @@ def test_a_plain_number_made_after_a_scheduler_is_not_the_schedulers(process: di
     schedule = prepared(of_transformers("linear", made, 1, STEPS))
     assert f"{int(number)} processes, {number / 2:.0f} rings" == "2 processes, 1 rings"
     alone = optimizer()
+    assert rates(schedule, made) == pytest.approx(rates(of_transformers("linear", alone, 1, STEPS), alone))
+
+
+def test_a_stream_that_counts_rings_loses_no_count(process: dict[str, Any]) -> None:
+    """A prepared IterableDataset counts rings before its scheduler is prepared, which was refused then."""
+    number, made = processes(process, 1), optimizer()
+    host = SimpleNamespace(num_processes=number, parallelism_config=SimpleNamespace(cp_size=2))
+    assert RingsAsProcesses(host).num_processes == 1
+    alone = optimizer()
+    schedule = prepared(of_transformers("linear", made, 1, STEPS))
     assert rates(schedule, made) == pytest.approx(rates(of_transformers("linear", alone, 1, STEPS), alone))
 
 
