@@ -6,8 +6,11 @@ In a loop the graph is followed before each backward: a few milliseconds for LoR
 from __future__ import annotations
 
 import functools
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from ..context import batch_context
 from ..context.batch_context import BatchContext, live_batches
 from ..context.graph_notes import WholeCall, batch_of_output, call_of_attention
 from ..context.model_record import latest_record
+from ..context.tensor_tree import tensors_of
 from ..gradients import fsdp
 from ..gradients.backward_end import SOME, average, call_at_end
 from ..patching.changes import at_uninstall
@@ -43,6 +47,30 @@ def refuse_past_outputs(loss: Any) -> None:
     """
     if isinstance(loss, Tensor) and _reached_from(_ends_of(loss))[1]:
         raise errors.PastOutputs()
+
+
+@contextmanager
+def names_past_outputs() -> Iterator[None]:
+    """Names the reason of a program's error: a rank's states do not fit to whole rows, as in shapes.
+
+    Raises:
+        PastOutputs: a function of the program that failed, outside of its models, holds such states.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, errors.RingAttentionError):
+            raise
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        in_model = any(frame.f_code.co_filename == _CALLS for frame in frames)  # its own frames hold such states, too
+        held = () if in_model else (x for frame in frames for _, x in tensors_of([*frame.f_locals.values()]))
+        if _reached_from(_ends_of([x for x in held if x.grad_fn is not None]))[1]:
+            raise errors.PastOutputs() from error
+        raise
+
+
+_CALLS = str(Path(__file__).with_name("whole_row_calls.py"))
+"""The file whose functions call a model with whole rows."""
 
 
 def _ends_of(losses: Any) -> list[Any]:

@@ -114,7 +114,7 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
         loss_graph.note_call(model, rows.latest.context)
         return rows.latest
 
-    with whole_row_calls(models, shard, inside=True):
+    with whole_row_calls(models, shard, inside=True), loss_graph.names_past_outputs():
         yield rows
 
 

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ... import errors
 from ...comm.meeting import meet
-from ..batch import compared_inputs
+from ..batch import compared_inputs, loss_graph
 from ..batch.shard import Sharded
 from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import introspect
@@ -55,11 +56,19 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     was_refused = True in refused or model.training in refused
     if loss == "gathered" or is_of_whole_rows or was_refused or not isinstance(whole, Mapping):
         return True
-    if own_methods.steps_by_itself(trainer):  # an evaluation
-        return not gives_whole_rows(trainer)
-    if loss == "auto" and (has_own or smooths):
-        return not gives_whole_rows(trainer)
-    return any(_is_of_other_rows(name, x) for name, x in whole.items())
+    if _becomes_tokens_later(trainer, whole) or any(_is_of_other_rows(name, x) for name, x in whole.items()):
+        return True  # of a classifier in a program's own module, too
+    by_itself = own_methods.steps_by_itself(trainer)  # an evaluation
+    return (by_itself or (loss == "auto" and (has_own or smooths))) and not gives_whole_rows(trainer)
+
+
+def _becomes_tokens_later(trainer: Any, whole: Mapping[str, Any]) -> bool:
+    """Returns True for a batch without tokens, as texts, of which the program's own loss or model makes tokens."""
+    if any(whole.get(name) is not None for name in TOKENS):
+        return False
+    return program_methods.is_own(trainer, "compute_loss") or not isinstance(
+        introspect.inside(trainer.model), PreTrainedModel
+    )
 
 
 def _is_of_other_rows(name: str, x: Any) -> bool:
@@ -73,7 +82,7 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
     """A step whose batch is whole, as are the outputs of its models: calls are sharded when they are made.
 
     Raises:
-        RanksDiffer: ranks have different batches.
+        RanksDiffer: ranks have different batches. PastOutputs: see `loss_graph.names_past_outputs`.
     """
     refuse_step(trainer)
     ring, options = find_ring(group_of(trainer)), options_of_batches(model)
@@ -82,7 +91,8 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
     device, advice = ring.small_device(trainer.args.device), compared_inputs.advice_for(batch)
     ring.agree(facts, device, advice, doing="compared its batch of whole rows")
     try:
-        with inputs_handed_on(trainer, whole), rings_as_processes(trainer), sharded_calls(trainer, model, True):
+        handed, counted = inputs_handed_on(trainer, whole), rings_as_processes(trainer)
+        with handed, counted, sharded_calls(trainer, model, True), loss_graph.names_past_outputs():
             yield
     except Exception as error:
         refused, said = _REFUSED_LOSSES.get(trainer, {}).get(model.training), str(error).split(". ")[0]

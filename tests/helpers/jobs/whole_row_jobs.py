@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, logsigmoid, normalize
-from transformers import LlamaForCausalLM, Trainer
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, Trainer
 
 from tests.helpers.jobs.runs import Row, Rows
 from tests.helpers.models.tiny_models import tiny
@@ -152,6 +153,26 @@ class PrefersDicts(Prefers):
         return super().compute_loss(model, flat, *given, **named)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Texts(Rows):
+    """Batches of texts and a target for each, as a program has whose loss makes the tokens."""
+
+    def collate(self, rows: list[Row]) -> Any:
+        texts = [" ".join(map(str, row["input_ids"].tolist())) for row in rows]
+        return {"text": texts, "target": torch.tensor([float(len(row["input_ids"]) % 2) for row in rows])}
+
+
+class MakesTokens(Trainer):
+    """Makes tokens of a batch's texts, and scores the last token of each."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        rows = [{"input_ids": torch.tensor([int(word) for word in text.split()])} for text in inputs["text"]]
+        batch = {name: x.to(inputs["target"].device) for name, x in Rows(pad_to="left").collate(rows).items()}
+        scores = model(**batch).logits[:, -1].float().logsumexp(-1)
+        loss = (scores - inputs["target"]).square().mean()
+        return (loss, {"loss": loss, "logits": scores}) if return_outputs else loss
+
+
 class Regularized(LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """Adds a spread of its states to its loss, and keeps another one in an attribute."""
 
@@ -183,7 +204,17 @@ class Hooked(Weighs):
         handle = layer.register_forward_hook(lambda _module, _inputs, output: found.append(output))
         loss = super().compute_loss(model, inputs)
         handle.remove()
-        return loss + found[-1].square().mean()
+        return loss + self.term(found[-1], inputs)
+
+    def term(self, states: Tensor, _inputs: Any) -> Tensor:
+        return states.square().mean()
+
+
+class HooksMasked(Hooked):
+    """Multiplies these states by a mask of whole rows, which has another shape."""
+
+    def term(self, states: Tensor, inputs: Any) -> Tensor:
+        return (states * (inputs["labels"] != -100)[..., None].expand_as(states)).square().mean()
 
 
 class Retriever(nn.Module):
@@ -208,6 +239,29 @@ class Retrieves(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
         names = "input_ids", "attention_mask"
         outputs = model(*({name: inputs[f"{kind}_{name}"] for name in names} for kind in ("query", "passage")))
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+class Reranker(nn.Module):
+    """A classifier in a module of a program's own, which gets a dict of rows, as FlagEmbedding's rerankers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = copy.deepcopy(model.config)
+        self.config.update({"num_labels": 1, "pad_token_id": 0})
+        self.model = AutoModelForSequenceClassification.from_config(
+            self.config, attn_implementation=model.config._attn_implementation
+        )
+
+    def forward(self, chosen: Row, rejected: Row) -> dict[str, Tensor]:
+        scores = [self.model(rows["input_ids"], rows["attention_mask"]).logits for rows in (chosen, rejected)]
+        return {"loss": -logsigmoid(scores[0] - scores[1]).mean() + scores[0].square().mean(), "logits": scores[0]}
+
+
+class Reranks(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *given: Any, **named: Any) -> Any:
+        outputs = model(**inputs)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 

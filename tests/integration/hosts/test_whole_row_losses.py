@@ -15,6 +15,7 @@ from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, trai
 PADDED = Rows(shortest=9, pad_to="right", length=23, labelled="answers")
 PAIRS = jobs.Pairs(shortest=9, pad_to="right", length=23)
 DICTS = replace(PAIRS, nested=True)
+TEXTS = jobs.Texts(shortest=9, length=23)
 QUERIES = jobs.Pairs(shortest=9, pad_to="left", length=23, names=("query_", "passage_"))
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 GATHERED = Run(
@@ -49,6 +50,10 @@ RUNS = [
         NAMED, why="a dict of each kind of rows", kind=jobs.PrefersDicts, rows=DICTS,
         evaluated=replace(DICTS, count=5, seed=2),
     ),
+    replace(NAMED, why="a classifier in a module of one's own", kind=jobs.Reranks, change=jobs.Reranker, rows=DICTS,
+        evaluated=replace(DICTS, count=6, seed=2), arguments={**RANKED, "learning_rate": 1e-2}),
+    replace(NAMED, why="texts, of which the loss makes tokens", kind=jobs.MakesTokens, rows=TEXTS,
+        evaluated=replace(TEXTS, count=5, seed=2), arguments={**RANKED, "learning_rate": 1e-3}),
     replace(
         GATHERED, why="a model's own loss", change=jobs.Regularized.of, kind=jobs.ReadsAttributes, metrics="",
         predicts="",
@@ -66,12 +71,13 @@ def test_a_loss_of_whole_rows_is_that_of_one_process(ranks: Ranks, run: Run, mes
     assert_trains_as_without_ring(ranks, run, mesh)
 
 
-def refusal_of_hooked() -> tuple[str, int]:
+def refusal_of_hooked(kind: type[jobs.Hooked]) -> tuple[str, int]:
     with launched(Mesh(cp=2)), a_folder(None) as folder:
-        return refusal_of(trainer_of(replace(GATHERED, kind=jobs.Hooked), Mesh(cp=2), folder))
+        return refusal_of(trainer_of(replace(GATHERED, kind=kind), Mesh(cp=2), folder))
 
 
-def test_states_that_a_hook_takes_out_are_refused(ranks: Ranks) -> None:
-    for error, steps in ranks(2).run(refusal_of_hooked):
+@pytest.mark.parametrize("kind", [jobs.Hooked, jobs.HooksMasked])
+def test_states_that_a_hook_takes_out_are_refused(ranks: Ranks, kind: type[jobs.Hooked]) -> None:
+    for error, steps in ranks(2).run(refusal_of_hooked, kind):
         assert error.startswith("PastOutputs: the loss uses states from inside a model"), error
         assert steps == 0
