@@ -214,7 +214,8 @@ class HooksMasked(Hooked):
     """Multiplies these states by a mask of whole rows, which has another shape."""
 
     def term(self, states: Tensor, inputs: Any) -> Tensor:
-        return (states * (inputs["labels"] != -100)[..., None].expand_as(states)).square().mean()
+        kept: Tensor = states * (inputs["labels"] != -100)[..., None].expand_as(states)
+        return kept.square().mean()
 
 
 class Retriever(nn.Module):
@@ -250,7 +251,7 @@ class Reranker(nn.Module):
         torch.manual_seed(0)
         self.config = copy.deepcopy(model.config)
         self.config.update({"num_labels": 1, "pad_token_id": 0})
-        self.model = AutoModelForSequenceClassification.from_config(
+        self.model = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
             self.config, attn_implementation=model.config._attn_implementation
         )
 
