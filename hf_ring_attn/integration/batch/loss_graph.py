@@ -59,7 +59,7 @@ def names_past_outputs() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, errors.RingAttentionError):
+        if isinstance(error, (errors.RingAttentionError, MemoryError, torch.OutOfMemoryError)):
             raise
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         in_model = any(frame.f_code.co_filename == _CALLS for frame in frames)  # its own frames hold such states, too
