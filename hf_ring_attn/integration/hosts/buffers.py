@@ -166,8 +166,11 @@ class _Calls:
         self.running: tuple[nn.Module, shard.Sharded] | None = None
         self.whole_count: tuple[Any, int] | None = None
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if self.running is not None:  # a submodule of the running model
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Arguments | None:
+        # Running: a submodule of the model. No kwargs: removed while torch calls hooks, by a garbage collection.
+        if self.running is not None or kwargs is None:
             return None
         forward = self.accelerator.unwrap_model(module).forward
         named = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs} if args else kwargs

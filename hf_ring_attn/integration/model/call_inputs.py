@@ -214,7 +214,9 @@ def watch(
     looks = context.ring.size > 1 and latest_record(model).uses_ring()
 
     @uncompiled(_BY_HOST)
-    def before(_model: nn.Module, args: Any, given: dict[str, Any]) -> None:
+    def before(_model: nn.Module, args: Any, given: dict[str, Any] | None = None) -> None:
+        if given is None:  # removed while torch calls a model's hooks, by a garbage collection that ends the context
+            return
         if torch.is_grad_enabled():
             replicas.note_trained(model, context)
         began[:] = [(context.log.plain, context.log.scored)]
@@ -231,7 +233,10 @@ def watch(
         return start_comparison(model, given, context.state(TrackedInputs), context)
 
     @uncompiled(_BY_HOST)
-    def after(_model: nn.Module, args: Any, given: dict[str, Any], output: Any) -> Any:
+    def after(_model: nn.Module, args: Any, given: Any, *outputs: Any) -> Any:
+        if not outputs:  # as `before`
+            return None
+        (output,) = outputs
         context.log.fused |= bool(given.get("fused_lm_head"))
         if looks and batch_context.current() is context:
             every = named(args, given)

@@ -90,7 +90,9 @@ def _hook(model: nn.Module, wrapper: nn.Module | None, traced: bool, is_called: 
     computed = loss_function.Computed(is_called, uncalled)
 
     @uncompiled(_BY_HOST)
-    def before(model: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+    def before(model: nn.Module, args: Any, given: dict[str, Any] | None = None) -> Any:
+        if given is None:  # removed while torch calls a model's hooks, by a garbage collection that ends the context
+            return None
         computed.begin()
         return _complete(model, args, given) if traced else _fill_in(model, args, given)
 
