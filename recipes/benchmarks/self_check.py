@@ -27,7 +27,7 @@ from hf_ring_attn import RingConfig
 from hf_ring_attn.bench import results
 from hf_ring_attn.bench.provenance import facts
 from hf_ring_attn.command_ranks import world
-from hf_ring_attn.integration.context.model_record import forget_models
+from hf_ring_attn.integration.context.model_record import forget_model
 from hf_ring_attn.integration.model.admission import bind
 from hf_ring_attn.integration.selfcheck import check as selfcheck
 from hf_ring_attn.integration.selfcheck.row import SelfCheckState
@@ -114,7 +114,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     warm, steps = [], []
     seconds(False)
     for _ in range(args.rounds):
-        forget_models()
+        forget_model(model)
         warm.append(check())
         steps.append(seconds(False))
     return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def _load(original: Original, self: Any, checkpoint: str | None) -> Any:
     if checkpoint is None:
         return original(self, checkpoint)
     host, folder, ring_size = self.accelerator, Path(checkpoint), trainer_facts.group_of(self).size()
-    saved = _processes(folder, host.device)
+    saved = _processes(folder, host.device, host.gather)
     if saved == host.num_processes:
         return original(self, checkpoint)
     rings = host.num_processes // ring_size
@@ -57,10 +58,10 @@ def _load(original: Original, self: Any, checkpoint: str | None) -> Any:
     return None
 
 
-def _processes(folder: Path, device: Any) -> int:
+def _processes(folder: Path, device: Any, gather: Callable[[Tensor], Any] = gather) -> int:
     """The number of processes that saved numbered states, on any node: one may have those of its own processes only."""
     found = [int(match[1] or match[2]) for path in folder.glob("*") if (match := _NUMBERED.match(path.name))]
-    return int(gather(torch.tensor([1 + max(found, default=-1)], device=device)).max())
+    return int(gather(torch.tensor(1 + max(found, default=-1), device=device)).max())
 
 
 @around
