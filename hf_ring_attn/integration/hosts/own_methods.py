@@ -59,7 +59,9 @@ def wrap_own_methods(trainer: Any, group: Any) -> None:
     Args:
         group: of the ring.
     """
-    for name, run in RUNS.items() if group is not None else ():
+    if group is None:
+        return
+    for name, run in RUNS.items():
         if is_own(trainer, name):
             stand_in(trainer, name, run)
 

@@ -85,8 +85,8 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
         raise refusal
     else:
         meanwhile()
-        if weights := context.state(Visits)[record].weights:
-            offers = auto_saving.offers(record, context, weights[0].device)
+        if context.ring.size == 1 and record.uses_ring():  # in a ring all ranks decide, in `_agree`
+            offers = auto_saving.offers(record, context, context.state(Visits)[record].weights[0].device)
             auto_saving.decide_saving(context, *([offer] for offer in offers))
     return record
 
