@@ -1,8 +1,8 @@
 """Compiles triton's kernels for GPUs that are not at hand: prints the shared memory of each.
 
-    python -m tests.helpers.triton_targets 2x64 2x128
+    python -m tests.helpers.triton_targets 2x64 80 90
 
-compiles for every capability of `SHARED_MEMORY` with the shipped blocks of these rows (bytes of an element x width of a
+compiles for these capabilities of `SHARED_MEMORY` with the shipped blocks of a row (bytes of an element x width of a
 head), and prints a line of JSON for each. A driver that only names its GPU stands in for CUDA's: kernels are called as
 `launch` calls them, with tensors on the CPU, and compiled to machine code, but not launched.
 """
@@ -89,8 +89,8 @@ def compiled(capability: int, element_bytes: int, width: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for words in sys.argv[1:]:
-        element_bytes, width = map(int, words.split("x"))
-        for capability in SHARED_MEMORY:
-            found = compiled(capability, element_bytes, width)
-            sys.stdout.write(json.dumps({"capability": capability, "row": words, "bytes": found}) + "\n")
+    row, *capabilities = sys.argv[1:]
+    element_bytes, width = map(int, row.split("x"))
+    for capability in map(int, capabilities):
+        found = compiled(capability, element_bytes, width)
+        sys.stdout.write(json.dumps({"capability": capability, "row": row, "bytes": found}) + "\n")

@@ -140,12 +140,17 @@ def typed(options: list[str], changes: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        "--memory 40",
         "--shard ddp --memory 40 --host-memory 20",
-        "--no-checkpointing --gpu h200",
-        "--save-attention --offload-above 0 --host-memory 8",
-        "--method full --host-memory 30 --memory 30",
-        "--keep-layers 2 --no-save-attention --memory 40",
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in (
+                "--memory 40",
+                "--no-checkpointing --gpu h200",
+                "--save-attention --offload-above 0 --host-memory 8",
+                "--method full --host-memory 30 --memory 30",
+                "--keep-layers 2 --no-save-attention --memory 40",
+            )
+        ),
     ],
 )
 def test_options_for_longer_rows_are_what_a_second_call_says(

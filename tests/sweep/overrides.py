@@ -5,7 +5,7 @@ config at all, "_inert" names thresholds that the model's code never reads, with
 cannot compute rows of text alone, "_packed" why a packed row is compared with itself in one process and not with its
 documents alone, "_mask" why one process is given a mask of ones, and "_weights" scales weights by a part of their
 names: Gemma 3n and 4 do not scale their scores, and with norms of 1 gradients by eager attention differ in float32 and
-float64 by 6e-6 and 5e-5.
+float64 by 6e-6 and 5e-5. ZAYA's scores are 0 with its first weights.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "rope"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {
+        "num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "num_hidden_layers": 2,
+        "_weights": {"qk_norm.temp": 10.0},
+    },
     "gemma3n_text": GEMMA3N,
     "gemma4_text": {**GEMMA4, **MILD},
     "gemma4_unified_text": {**GEMMA4, **MILD},

@@ -121,6 +121,10 @@ def _ring_mask(
             return _spec_of_whole_rows(context.layout, context, batch_size, mask_function, attention_mask, config)
         context = None  # a vision tower's
     if context is None:
+        if whole and q_length == 1 and attention_mask is not None and attention_mask.shape[-1] > 1:
+            # transformers takes the length of the first layer's cache, which has no keys in MiniMax.
+            whole, kv_length = False, attention_mask.shape[-1]
+            q_offset = kv_length - 1
         if not whole:
             # An explicit mask even if plain causal: softcap and sinks use the model's eager code.
             kwargs["allow_is_causal_skip"] = False

@@ -176,7 +176,7 @@ def refuse_in_ring(model: nn.Module) -> None:
 
 def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
     found = recurrent.recurrent_of(model)
-    known = ATTENTION_LAYERS | (recurrent.LAYERS if found.layers and not found.unknown else set())
+    known = ATTENTION_LAYERS | (recurrent.LAYERS if (found.layers or found.whole) and not found.unknown else set())
     known |= indexers.LAYERS if indexers.indexers_of(model) else set()
     if context.ring.size == 1:
         return []

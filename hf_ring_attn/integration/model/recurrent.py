@@ -1,8 +1,8 @@
 """Hybrid models: layers that carry state along the sequence, or mix neighbouring tokens, exact in a ring.
 
-transformers computes them by a few functions of each model's file (`recurrent_ops`); the rest of such a layer treats
-each token by itself. So the functions that its forward calls identify a layer. Its padding mask carries what it needs
-in a ring, also in a checkpoint's recompute.
+transformers computes most of them by a few functions of each model's file (`recurrent_ops`); the rest of such a layer
+treats each token by itself. So the functions that its forward calls identify a layer. Others that get the padding mask
+of recurrent layers run on whole documents (`whole_layers`). That mask carries the rows (`recurrent_rows`).
 """
 
 from __future__ import annotations
@@ -12,31 +12,29 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ... import errors
-from ...layers.halo import RowShare
 from ...traffic.gathered_kv import is_recomputing
-from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, place_of, text_modules, uses_interface
+from ..context.introspect import class_of, configs_of, place_of, text_modules, uses_interface
 from ..context.model_record import latest_record
+from ..log import warn
 from ..patching.changes import Patch, install, is_patch, render
 from ..patching.compiler import uncompiled
 from ..patching.modules import attach
+from . import whole_layers
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
+from .recurrent_rows import MASK, context_for_recurrence, mark, of_batch, refuse_cache, rows_in
 
 LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe"}
 """Types of layers that hybrids have beside attention."""
 NORM = re.compile(r"Norm(Gated)?$")
 STATEFUL = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
-MASK = "create_recurrent_attention_mask"
-_MARK = "_hf_ring_attn_hybrid"
 _RAN = "_hf_ring_attn_hybrid_ran"
 
 
@@ -80,11 +78,13 @@ class Recurrent:
 
     Args:
         layers: the known ones, by name.
+        whole: others, by name, that run on whole documents.
         unknown: the paths of modules that carry state in another way, by the names of their classes.
         attends: False if all layers of the model are known recurrences.
     """
 
     layers: dict[str, weakref.ref[nn.Module]]
+    whole: dict[str, weakref.ref[nn.Module]]
     unknown: list[str]
     attends: bool
 
@@ -96,17 +96,48 @@ def recurrent_of(model: nn.Module) -> Recurrent:
 
 def _find(model: nn.Module) -> Recurrent:
     layers = recurrent_layers(model)
-    unknown = list(_unknown(model, layers))
+    whole = _whole_layers(model, layers)
+    unknown = list(_unknown(model, {**layers, **whole}))
     types = [set(getattr(config, "layer_types", None) or ()) for config in configs_of(model)]
     no_attention = any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)  # as in Mamba
     attends = not (layers and not unknown and not uses_interface(model) and no_attention)
-    return Recurrent({name: weakref.ref(module) for name, module in layers.items()}, unknown, attends)
+    return Recurrent(_references(layers), _references(whole), unknown, attends)
+
+
+def _references(layers: Mapping[str, nn.Module]) -> dict[str, weakref.ref[nn.Module]]:
+    return {name: weakref.ref(layer) for name, layer in layers.items()}
+
+
+def _whole_layers(model: nn.Module, known_layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The outermost modules that look along the sequence without attention, and get the mask of recurrent layers."""
+    found: dict[str, nn.Module] = {}
+    for name, module in text_modules(model):
+        if any(f"{name}.".startswith(f"{outer}.") for outer in (*known_layers, *found)):
+            continue
+        forward, inner = _forward(module), list(module.modules())
+        takes_mask = any(x.endswith("_mask") for x in inspect.signature(forward).parameters)
+        if not takes_mask or MASK not in getattr(forward, "__globals__", {}) or not _looks_along(module, inner):
+            continue
+        holds_known = any(x is layer for layer in known_layers.values() for x in inner)
+        if not holds_known and not any("ALL_ATTENTION_FUNCTIONS" in names_of(x) for x in inner):
+            found[name] = module
+    return found
+
+
+def _looks_along(module: nn.Module, inner: list[nn.Module]) -> bool:
+    """Returns True for a module that carries state by its class's name, or that has a convolution inside."""
+    convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size != (1,) for x in inner)
+    return convolves or _carries_state(module)
+
+
+def _carries_state(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    return bool(STATEFUL.search(kind)) and not NORM.search(kind)
 
 
 def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
     for name, module in text_modules(model):
-        kind = type(module).__name__
-        if not STATEFUL.search(kind) or NORM.search(kind) or any(name.startswith(f"{layer}.") for layer in layers):
+        if not _carries_state(module) or name in layers or any(name.startswith(f"{layer}.") for layer in layers):
             continue
         holds = any(inner is layer for layer in layers.values() for inner in module.modules())
         if not holds and not (layers and "ALL_ATTENTION_FUNCTIONS" in names_of(module)):
@@ -123,17 +154,29 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
         yield f"{place_of(name, model.get_submodule(name))} carries state from one document of a packed row to the next"
 
 
-def prepare(model: nn.Module, _context: BatchContext) -> None:
+def prepare(model: nn.Module, context: BatchContext) -> None:
     """Hooks the known layers of ``model``, and patches the functions that they use."""
-    layers = [layer for reference in recurrent_of(model).layers.values() if (layer := reference()) is not None]
-    files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in layers)}
+    found = recurrent_of(model)
+    layers, whole = _alive(found.layers), _alive(found.whole)
+    files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in (*layers, *whole))}
     install([patch for name, file in files.items() for patch in _patches(name, file)])
     for module in layers:
         attach(module, "recurrent layer", _enter, _leave)
+    for module in whole:
+        whole_layers.prepare(module)
+    if whole and context.ring.size > 1:
+        kinds = ", ".join(sorted({class_of(module) for module in whole}))
+        warn(
+            f"{kinds}: ranks do not share the work of these layers. Each computes them on whole rows.", everywhere=False
+        )
+
+
+def _alive(layers: Mapping[str, weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [layer for reference in layers.values() if (layer := reference()) is not None]
 
 
 def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
-    for function, make in {MASK: _mask, **MAKERS}.items():
+    for function, make in {MASK: of_batch, **MAKERS}.items():
         if function in file:
             yield Patch(f"{name}:{function}", render(file[function]), make)
 
@@ -147,16 +190,13 @@ def _replaced(module: nn.Module) -> str | None:
 
 @uncompiled(BY_HOST)
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given, recomputed, context = [*args, *kwargs.values()], is_recomputing(), _context_for_recurrence()
+    given, recomputed, context = [*args, *kwargs.values()], is_recomputing(), context_for_recurrence()
     if context is not None and not recomputed and MASK not in _forward(module).__globals__:
         _mark_mask(given, context)
-    marked = (x for x in given if isinstance(x, Tensor) and hasattr(x, _MARK))
-    rows: RowShare | None = getattr(next(marked, None), _MARK, None)
+    rows = rows_in(given)
     if rows is not None:
         module.__dict__[_RAN] = True
-        if any(hasattr(x, "get_seq_length") for x in given):
-            why = "its state would be one rank's; leave use_cache=False, as sharded.inputs has it"
-            raise errors.UnsupportedArgument(type(module).__name__, "a cache", why, "was called with")
+        refuse_cache(type(module).__name__, given)
         if (name := _replaced(module)) is not None:
             why = f"{name} of its file was replaced after hf_ring_attn patched it: replace it before"
             raise errors.UnsupportedModel(type(module).__name__, [why])
@@ -170,40 +210,10 @@ def _mark_mask(given: list[Any], context: BatchContext) -> None:
     """Marks the padding mask of a model without attention, whose layers get this rank's share of it unchanged."""
     mask = next((x for x in given if isinstance(x, Tensor) and x.shape == context.local_shape), None)
     if mask is not None:
-        setattr(mask, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
+        mark(mask, context)
 
 
 @uncompiled(BY_HOST)
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     if RUNNING and RUNNING[-1][0] is module:  # not after a refusal in _enter
         RUNNING.pop()
-
-
-def _context_for_recurrence() -> BatchContext | None:
-    """The sharded batch in which such layers need help: in a ring, or with several documents in a row."""
-    context = batch_context.current()
-    if context is None or context.before_text or (context.ring.size == 1 and context.facts.documents is None):
-        return None
-    return context
-
-
-def _mask(original: Callable[..., Any]) -> Any:
-    @uncompiled(BY_HOST)
-    def create_recurrent_attention_mask(
-        config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
-    ) -> Tensor | None:
-        """This rank's share of the padding mask, with the facts for its layers as an attribute."""
-        context = _context_for_recurrence()
-        if context is None:
-            mask: Tensor | None = original(config, inputs_embeds, attention_mask, *args, **kwargs)
-            return mask
-        rows, length = inputs_embeds.shape[:2]
-        if length != context.layout.local_length:
-            raise errors.UnshardedInput(length, length, context.layout.local_length, context.layout.length)
-        hidden = context.facts.hidden
-        real = torch.ones(rows, context.layout.padded) if hidden is None else hidden.logical_not()
-        share = context.layout.shard(real, 1).to(inputs_embeds.device, torch.int64)
-        setattr(share, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
-        return share
-
-    return create_recurrent_attention_mask

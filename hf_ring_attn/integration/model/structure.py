@@ -63,7 +63,8 @@ def _token_reasons(model: nn.Module) -> Iterator[str]:
 
 def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that see a rank's tokens, without known recurrent layers and what is in these."""
-    known = recurrent_of(model).layers
+    recurrent = recurrent_of(model)
+    known = {**recurrent.layers, **recurrent.whole}
     for name, module in text_modules(model):
         if not any(name.startswith(f"{layer}.") for layer in known):
             yield name, module

@@ -28,7 +28,8 @@ from tests.helpers.jobs.plain_jobs import Batch, Step, attempt, gradients_of, pa
 from tests.helpers.models.tiny_models import SIZES, build
 
 FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
-HYBRIDS = ("qwen3_5", "lfm2", "granite", "mamba", "mamba2")
+HYBRIDS = ("qwen3_5", "lfm2", "granite", "mamba", "mamba2", "minimax", "zaya")
+"""In the last two each rank computes the layers that are not attention on whole documents."""
 
 
 def made(model: str, attention: str | None = "ring_fp32") -> Any:
@@ -168,11 +169,10 @@ def refusals() -> list[tuple[str, str]]:
     ]
 
 
-def minimax(batch: Batch) -> tuple[str, str] | None:
-    """What a model with a recurrence that is not known raises in a ring of one."""
-    layers = ["linear_attention", "full_attention"]
-    config: dict[str, Any] = {**SIZES, "layer_types": layers, "num_local_experts": 2, "num_experts_per_tok": 1}
-    model = build("MiniMaxForCausalLM", **config)
+def of_unknown_layers(batch: Batch) -> tuple[str, str] | None:
+    """What a model with a recurrence that gets no mask raises in a ring of one."""
+    config: dict[str, Any] = {**SIZES, "block_types": ["linear_attention", "sliding_attention"], "lru_width": 32}
+    model = build("RecurrentGemmaForCausalLM", **config)
     sharded = hf_ring_attn.shard(batch)
 
     def forward() -> None:

@@ -145,6 +145,22 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"], "block_size": 8, "num_local_experts": 3,
+            "num_experts_per_tok": 2, "experts_implementation": "eager",
+        },
+        "sdpa",
+    ),
+    "zaya": (
+        "ZayaForCausalLM",
+        {
+            "layer_types": ["hybrid", "hybrid_sliding"], "sliding_window": 7, "num_experts": 2,
+            "experts_implementation": "eager", "moe_intermediate_size": 16, "router_hidden_size": 16,
+        },
+        "sdpa",
+    ),
     **OF_WHOLE_ROWS,
     "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4, "expand": 1}, "eager"),
     "mamba2": (

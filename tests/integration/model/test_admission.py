@@ -35,13 +35,8 @@ FORWARDS = [
         text="dropout=0.1: it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout,",
     ),
     Forward(
-        why="lightning attention", kind="MiniMaxForCausalLM",
-        config={"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
-        text="model.layers.0.self_attn (MiniMaxLightningAttention) carries state along the sequence",
-    ),
-    Forward(
-        why="layers that are named as hybrids' are", kind="MiniMaxForCausalLM",
-        config={"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
+        why="layers that are named as hybrids' are", kind="RecurrentGemmaForCausalLM",
+        config={"block_types": ["linear_attention", "sliding_attention"], "lru_width": 32},
         text="its layers of type ['linear_attention'] do not go through ring attention exactly",
     ),
     Forward(

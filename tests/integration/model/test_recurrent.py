@@ -39,6 +39,17 @@ STEPS = [
     Step(why="mamba 2, without attention", model="mamba2", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="mamba 2, without attention, reentrant", model="mamba2", checkpointing="reentrant", exact=EXACT),
     Step(why="mamba 2, reentrant", model="granite", checkpointing="reentrant", exact=EXACT),
+    Step(why="lightning attention", model="minimax", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(
+        why="lightning attention, recomputed",
+        model="minimax",
+        dtype=torch.float32,
+        checkpointing="recomputed",
+        exact=EXACT,
+    ),
+    Step(why="convolved queries", model="zaya", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="convolved queries, tiny chunks", model="zaya", batch=tokens(3), exact=EXACT),
+    Step(why="convolved queries, recomputed", model="zaya", checkpointing="recomputed", exact=EXACT),
 ]
 
 FULL = pytest.mark.full
@@ -103,7 +114,7 @@ def test_two_batches_alive(ranks: Ranks, model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        *((model, Mesh(cp=2)) for model in ("qwen3_5", "granite", "mamba", "mamba2")),
+        *((model, Mesh(cp=2)) for model in ("qwen3_5", "granite", "mamba", "mamba2", "zaya", "minimax")),
         pytest.param("mamba2", Mesh(dp=2, cp=2), marks=FULL),
     ],
     ids=str,
@@ -132,7 +143,8 @@ SHARDS = [
     ("model", "shards"),
     [
         pytest.param(model, shards, id=f"{model}-{shards}", marks=() if (turn + at) % 2 == 0 else FULL)
-        for turn, model in enumerate(["qwen3_5", "granite", "mamba", "mamba2"]) for at, shards in enumerate(SHARDS)
+        for turn, model in enumerate(["qwen3_5", "granite", "mamba", "mamba2", "zaya", "minimax"])
+        for at, shards in enumerate(SHARDS)
     ],
 )  # fmt: skip
 @pytest.mark.turns
@@ -224,10 +236,21 @@ def test_a_call_that_leaves_use_cache_out_makes_no_cache(ranks: Ranks, model: st
 
 
 def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too() -> None:
-    error, text = jobs.minimax(packed(9, 14)) or ("", "")
+    error, text = jobs.of_unknown_layers(packed(9, 14)) or ("", "")
     assert error == "UnsupportedModel"
-    assert "(MiniMaxLightningAttention) carries state from one document of a packed row to the next" in text
-    assert jobs.minimax(tokens(23)) is None
+    assert "(RecurrentGemmaForCausalLM) carries state from one document of a packed row to the next" in text
+    assert jobs.of_unknown_layers(tokens(23)) is None
+
+
+def test_generation_with_a_cache_whose_first_layer_has_no_keys() -> None:
+    """transformers took the length of that layer's: a query of MiniMax was refused, and saw padding with sdpa."""
+    ids = tokens(12)["input_ids"].clone()
+    ids[1, :5] = 0
+    model: Any = tiny("minimax", "ring_fp32")
+    given = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+    one = {"input_ids": ids[:1], "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**one), tiny("minimax").generate(**one))  # type: ignore[operator]
 
 
 def interrupt(*_: Any) -> None:
