@@ -171,7 +171,7 @@ def refusals() -> list[tuple[str, str]]:
 
 def of_unknown_layers(batch: Batch) -> tuple[str, str] | None:
     """What a model with a recurrence that gets no mask raises in a ring of one."""
-    config: dict[str, Any] = {**SIZES, "block_types": ["linear_attention", "sliding_attention"], "lru_width": 32}
+    config: dict[str, Any] = {**SIZES, "block_types": ["recurrent", "attention"], "lru_width": 32}
     model = build("RecurrentGemmaForCausalLM", **config)
     sharded = hf_ring_attn.shard(batch)
 

@@ -36,7 +36,7 @@ FORWARDS = [
     ),
     Forward(
         why="layers that are named as hybrids' are", kind="RecurrentGemmaForCausalLM",
-        config={"block_types": ["linear_attention", "sliding_attention"], "lru_width": 32},
+        config={"block_types": ["recurrent", "attention"], "lru_width": 32},
         text="its layers of type ['linear_attention'] do not go through ring attention exactly",
     ),
     Forward(
