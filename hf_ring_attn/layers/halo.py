@@ -38,11 +38,13 @@ class RowShare:
 
     Args:
         documents: [B, S padded] ids on the CPU, -1 for padding of the ring; None: each row is one document.
+        count: B, the number of rows; None: not known.
     """
 
     ring: Ring
     layout: Layout
     documents: Tensor | None = None
+    count: int | None = None
 
     @cached_property
     def pieces(self) -> list[list[Piece]]:

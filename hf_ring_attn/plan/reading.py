@@ -10,7 +10,8 @@ from .. import errors
 from ..integration.context.introspect import text_modules
 from ..integration.context.shared_kv import makes_kv, takes_kv
 from ..integration.model.decoder import decoder_layers, layer_kinds
-from ..integration.model.recurrent import names_of, recurrent_layers
+from ..integration.model.recurrent import recurrent_layers
+from ..integration.model.whole_layers import names_of
 from .shape import AttentionShape, DeltaShape, LayerShape, ModelShape
 
 WINDOWED = {"sliding_attention": ("sliding_window", 1), "chunked_attention": ("attention_chunk_size", 2)}

@@ -253,7 +253,7 @@ def rope_changes(entry: Entry) -> dict[str, Any]:
     config = tiny_config(entry)
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
-    if not isinstance(rope, dict) or "default" not in _types(rope):
+    if not isinstance(rope, dict) or "default" not in _types(rope) or _own(entry).get("_rope"):
         return {}
     return {"rope_parameters": _dynamic(rope), "max_position_embeddings": 8}
 

@@ -3,9 +3,9 @@
 Entries that begin with "_" are told to the sweep and not to the config: "_defaults" are needed to build the default
 config at all, "_inert" names thresholds that the model's code never reads, with the reason, "_no_text" says why a class
 cannot compute rows of text alone, "_packed" why a packed row is compared with itself in one process and not with its
-documents alone, "_mask" why one process is given a mask of ones, and "_weights" scales weights by a part of their
-names: Gemma 3n and 4 do not scale their scores, and with norms of 1 gradients by eager attention differ in float32 and
-float64 by 6e-6 and 5e-5. ZAYA's scores are 0 with its first weights.
+documents alone, "_mask" why one process is given a mask of ones, "_rope" why it has no dynamic RoPE, and "_weights"
+scales weights by a part of their names: Gemma 3n and 4 do not scale their scores, and with norms of 1 gradients by
+eager attention differ in float32 and float64 by 6e-6 and 5e-5. ZAYA's scores are 0 with its first weights.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": GEMMA4, **MILD},
     # sizes that must fit together
     "mamba2": {"head_dim": 16},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"], "num_hidden_layers": 2, "lru_width": 32,
+        "_rope": "its code has one type of RoPE",
+    },
     "zamba": {
         "attention_hidden_size": 64, "attention_head_dim": 16, "_weights": {"x_proj": 0.4},
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],

@@ -22,6 +22,7 @@ from ...attention.op import attentions
 from ...comm.groups import is_alive, state_in
 from ...comm.ring import Ring
 from ...config import RingConfig
+from ...layers.halo import RowShare
 from ...sharding.layout import Layout
 from ...sharding.mask import Mask
 from ...sharding.plan import Plan
@@ -99,6 +100,7 @@ class MaskSpec(Opaque):
         in_batch: it belongs to a sharded batch.
         places: [T] int64, positions of this rank's tokens in the row, for compilers as a tensor.
         shared: gathered K/V that several layers share; None: each layer gathers by itself.
+        rows: of the batch, for layers beside attention that look along the row; None: they need no help.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class MaskSpec(Opaque):
         self.seen = seen
         self.config = config
         self.in_batch = context is not None
+        self.rows = None if context is None else context.row_share
         # A given number of heads per gather bounds memory: then layers share nothing.
         shares = context is not None and context.ring.size > 1 and config.heads_per_gather is None
         self.shared = context.state(SharedKV) if context is not None and shares else None
@@ -294,6 +297,13 @@ class BatchContext:
     def before_text(self) -> bool:
         """True while every rank computes whole rows: in a batch with images, around its text model."""
         return self.text is not None and not self.text.running
+
+    @property
+    def row_share(self) -> RowShare | None:
+        """For layers beside attention that look along the row; None where this process computes whole documents."""
+        if self.before_text or (self.ring.size == 1 and self.facts.documents is None):
+            return None
+        return RowShare(self.ring, self.layout, self.facts.documents, self.facts.rows)
 
     @property
     def whole_head(self) -> bool:

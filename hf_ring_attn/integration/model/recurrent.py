@@ -7,10 +7,7 @@ of recurrent layers run on whole documents (`whole_layers`). That mask carries t
 
 from __future__ import annotations
 
-import dis
-import functools
 import inspect
-import re
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,41 +16,26 @@ from typing import Any
 from torch import Tensor, nn
 
 from ... import errors
+from ...layers.halo import RowShare
 from ...traffic.gathered_kv import is_recomputing
+from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import class_of, configs_of, place_of, text_modules, uses_interface
+from ..context.introspect import configs_of, place_of, text_modules, uses_interface
 from ..context.model_record import latest_record
-from ..log import warn
 from ..patching.changes import Patch, install, is_patch, render
 from ..patching.compiler import uncompiled
 from ..patching.modules import attach
 from . import whole_layers
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
-from .recurrent_rows import MASK, context_for_recurrence, mark, of_batch, refuse_cache, rows_in
+from .recurrent_rows import MASK, mark, of_batch, refuse_cache, rows_in, rows_of_batch
+from .whole_layers import carries_state, forward_of, names_of
 
 LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe"}
 """Types of layers that hybrids have beside attention."""
-NORM = re.compile(r"Norm(Gated)?$")
-STATEFUL = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
 _RAN = "_hf_ring_attn_hybrid_ran"
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
-
-
-def _forward(module: nn.Module) -> Any:
-    return inspect.unwrap(type(module).forward)
-
-
-@functools.cache
-def _names(code: Any) -> frozenset[str]:
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
-
-
-def names_of(module: nn.Module) -> frozenset[str]:
-    """The names that a module's forward looks up in its file."""
-    code = getattr(_forward(module), "__code__", None)
-    return frozenset() if code is None else _names(code)
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -63,7 +45,7 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
         names = names_of(module)
         if not (used := names & {CONVOLUTION, *OPERATIONS}):
             continue
-        forward = _forward(module)
+        forward = forward_of(module)
         file, others = forward.__globals__, names - used - {*FUSED, *DECODING}
         takes_mask = "attention_mask" in inspect.signature(forward).parameters
         gets_mask = MASK in file or ("ALL_ATTENTION_FUNCTIONS" not in file and takes_mask)
@@ -79,12 +61,14 @@ class Recurrent:
     Args:
         layers: the known ones, by name.
         whole: others, by name, that run on whole documents.
+        unsure: those of them that may get no rows. The self-check decides (`structure`).
         unknown: the paths of modules that carry state in another way, by the names of their classes.
         attends: False if all layers of the model are known recurrences.
     """
 
     layers: dict[str, weakref.ref[nn.Module]]
     whole: dict[str, weakref.ref[nn.Module]]
+    unsure: list[str]
     unknown: list[str]
     attends: bool
 
@@ -96,51 +80,26 @@ def recurrent_of(model: nn.Module) -> Recurrent:
 
 def _find(model: nn.Module) -> Recurrent:
     layers = recurrent_layers(model)
-    whole = _whole_layers(model, layers)
+    whole = whole_layers.found(model, layers)
     unknown = list(_unknown(model, {**layers, **whole}))
     types = [set(getattr(config, "layer_types", None) or ()) for config in configs_of(model)]
     no_attention = any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)  # as in Mamba
     attends = not (layers and not unknown and not uses_interface(model) and no_attention)
-    return Recurrent(_references(layers), _references(whole), unknown, attends)
+    unsure = [name for name, module in whole.items() if not whole_layers.gets_rows(module)]
+    return Recurrent(_references(layers), _references(whole), unsure, unknown, attends)
 
 
 def _references(layers: Mapping[str, nn.Module]) -> dict[str, weakref.ref[nn.Module]]:
     return {name: weakref.ref(layer) for name, layer in layers.items()}
 
 
-def _whole_layers(model: nn.Module, known_layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The outermost modules that look along the sequence without attention, and get the mask of recurrent layers."""
-    found: dict[str, nn.Module] = {}
-    for name, module in text_modules(model):
-        if any(f"{name}.".startswith(f"{outer}.") for outer in (*known_layers, *found)):
-            continue
-        forward, inner = _forward(module), list(module.modules())
-        takes_mask = any(x.endswith("_mask") for x in inspect.signature(forward).parameters)
-        if not takes_mask or MASK not in getattr(forward, "__globals__", {}) or not _looks_along(module, inner):
-            continue
-        holds_known = any(x is layer for layer in known_layers.values() for x in inner)
-        if not holds_known and not any("ALL_ATTENTION_FUNCTIONS" in names_of(x) for x in inner):
-            found[name] = module
-    return found
-
-
-def _looks_along(module: nn.Module, inner: list[nn.Module]) -> bool:
-    """Returns True for a module that carries state by its class's name, or that has a convolution inside."""
-    convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size != (1,) for x in inner)
-    return convolves or _carries_state(module)
-
-
-def _carries_state(module: nn.Module) -> bool:
-    kind = type(module).__name__
-    return bool(STATEFUL.search(kind)) and not NORM.search(kind)
-
-
 def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
     for name, module in text_modules(model):
-        if not _carries_state(module) or name in layers or any(name.startswith(f"{layer}.") for layer in layers):
+        if not carries_state(module) or name in layers or any(name.startswith(f"{layer}.") for layer in layers):
             continue
-        holds = any(inner is layer for layer in layers.values() for inner in module.modules())
-        if not holds and not (layers and "ALL_ATTENTION_FUNCTIONS" in names_of(module)):
+        inner = list(module.modules())
+        holds = any(x is layer for layer in layers.values() for x in inner)
+        if not holds and not (layers and any("ALL_ATTENTION_FUNCTIONS" in names_of(x) for x in inner)):
             yield str(name)
 
 
@@ -157,18 +116,13 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Hooks the known layers of ``model``, and patches the functions that they use."""
     found = recurrent_of(model)
-    layers, whole = _alive(found.layers), _alive(found.whole)
-    files = {file["__name__"]: file for file in (_forward(module).__globals__ for module in (*layers, *whole))}
+    layers = _alive(found.layers)
+    sure = [module for module in _alive(found.whole) if whole_layers.gets_rows(module)]
+    files = {file["__name__"]: file for file in (forward_of(module).__globals__ for module in (*layers, *sure))}
     install([patch for name, file in files.items() for patch in _patches(name, file)])
     for module in layers:
         attach(module, "recurrent layer", _enter, _leave)
-    for module in whole:
-        whole_layers.prepare(module)
-    if whole and context.ring.size > 1:
-        kinds = ", ".join(sorted({class_of(module) for module in whole}))
-        warn(
-            f"{kinds}: ranks do not share the work of these layers. Each computes them on whole rows.", everywhere=False
-        )
+    whole_layers.prepare(model, found.whole, context)
 
 
 def _alive(layers: Mapping[str, weakref.ref[nn.Module]]) -> list[nn.Module]:
@@ -183,16 +137,16 @@ def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
 
 def _replaced(module: nn.Module) -> str | None:
     """The first function of the layer's file that was replaced after our patch; None if none was."""
-    file = _forward(module).__globals__
+    file = forward_of(module).__globals__
     used = sorted(names_of(module) & {CONVOLUTION, *FUSED, *OPERATIONS})
     return next((name for name in used if not is_patch(file.get(name))), None)
 
 
 @uncompiled(BY_HOST)
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given, recomputed, context = [*args, *kwargs.values()], is_recomputing(), context_for_recurrence()
-    if context is not None and not recomputed and MASK not in _forward(module).__globals__:
-        _mark_mask(given, context)
+    given, recomputed, share = [*args, *kwargs.values()], is_recomputing(), rows_of_batch()
+    if share is not None and not recomputed and MASK not in forward_of(module).__globals__:
+        _mark_mask(given, share)
     rows = rows_in(given)
     if rows is not None:
         module.__dict__[_RAN] = True
@@ -201,16 +155,18 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             why = f"{name} of its file was replaced after hf_ring_attn patched it: replace it before"
             raise errors.UnsupportedModel(type(module).__name__, [why])
     # A checkpoint that copied the mask lost its attribute.
-    elif context is not None or (_RAN in module.__dict__ and recomputed):
+    elif share is not None or (_RAN in module.__dict__ and recomputed):
         raise errors.RecurrentLayerWithoutMask(type(module).__name__)
     RUNNING.append((module, rows))
 
 
-def _mark_mask(given: list[Any], context: BatchContext) -> None:
+def _mark_mask(given: list[Any], share: RowShare) -> None:
     """Marks the padding mask of a model without attention, whose layers get this rank's share of it unchanged."""
+    context = batch_context.current()
+    assert context is not None, "it has rows"
     mask = next((x for x in given if isinstance(x, Tensor) and x.shape == context.local_shape), None)
     if mask is not None:
-        mark(mask, context)
+        mark(mask, share)
 
 
 @uncompiled(BY_HOST)

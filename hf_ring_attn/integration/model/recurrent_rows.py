@@ -1,4 +1,4 @@
-"""The rows of which a recurrent layer computes a share: an attribute of the padding mask that the layer gets.
+"""The rows of which a layer beside attention computes a share: the mask that the layer gets carries them.
 
 So a checkpoint's recompute has them, too, after the batch's context was left.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import errors
 from ...layers.halo import RowShare
 from ..context import batch_context
-from ..context.batch_context import BatchContext
+from ..context.batch_context import MaskSpec
 from ..patching.compiler import uncompiled
 from .recurrent_ops import BY_HOST
 
@@ -24,21 +24,30 @@ _MARK = "_hf_ring_attn_hybrid"
 
 def rows_in(given: Iterable[Any]) -> RowShare | None:
     """The rows that a mask among a layer's arguments carries."""
-    return next((getattr(x, _MARK) for x in given if isinstance(x, Tensor) and hasattr(x, _MARK)), None)
+    for x in given:
+        rows = rows_in(x.values()) if isinstance(x, dict) else _carried(x)
+        if rows is not None:
+            return rows
+    return None
 
 
-def mark(mask: Tensor, context: BatchContext) -> Tensor:
-    """Lets a mask carry the rows of a batch."""
-    setattr(mask, _MARK, RowShare(context.ring, context.layout, context.facts.documents))
+def _carried(x: Any) -> RowShare | None:
+    if isinstance(x, MaskSpec):
+        return x.rows
+    rows: RowShare | None = getattr(x, _MARK, None) if isinstance(x, Tensor) else None
+    return rows
+
+
+def mark(mask: Tensor, rows: RowShare) -> Tensor:
+    """Lets a mask carry rows."""
+    setattr(mask, _MARK, rows)
     return mask
 
 
-def context_for_recurrence() -> BatchContext | None:
-    """The sharded batch in which such layers need help: in a ring, or with several documents in a row."""
+def rows_of_batch() -> RowShare | None:
+    """The rows of the current batch if such layers need help: in a ring, or with several documents in a row."""
     context = batch_context.current()
-    if context is None or context.before_text or (context.ring.size == 1 and context.facts.documents is None):
-        return None
-    return context
+    return None if context is None else context.row_share
 
 
 def refuse_cache(layer: str, given: Iterable[Any]) -> None:
@@ -56,8 +65,8 @@ def of_batch(original: Callable[..., Any]) -> Any:
         config: Any, inputs_embeds: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
         """This rank's share of the padding mask, with the rows for its layers as an attribute."""
-        context = context_for_recurrence()
-        if context is None:
+        context, share = batch_context.current(), rows_of_batch()
+        if context is None or share is None:
             mask: Tensor | None = original(config, inputs_embeds, attention_mask, *args, **kwargs)
             return mask
         rows, length = inputs_embeds.shape[:2]
@@ -65,6 +74,6 @@ def of_batch(original: Callable[..., Any]) -> Any:
             raise errors.UnshardedInput(length, length, context.layout.local_length, context.layout.length)
         hidden = context.facts.hidden
         real = torch.ones(rows, context.layout.padded) if hidden is None else hidden.logical_not()
-        return mark(context.layout.shard(real, 1).to(inputs_embeds.device, torch.int64), context)
+        return mark(context.layout.shard(real, 1).to(inputs_embeds.device, torch.int64), share)
 
     return create_recurrent_attention_mask

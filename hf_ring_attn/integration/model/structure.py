@@ -30,6 +30,7 @@ from ..context.introspect import (
 )
 from ..patching.changes import Original, Patch, around
 from .recurrent import recurrent_of
+from .whole_layers import carries_state
 
 _MIXES = "mixes neighbouring tokens, which are on other ranks"
 _NEAR = 4
@@ -64,7 +65,7 @@ def _token_reasons(model: nn.Module) -> Iterator[str]:
 def _searched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that see a rank's tokens, without known recurrent layers and what is in these."""
     recurrent = recurrent_of(model)
-    known = {**recurrent.layers, **recurrent.whole}
+    known = {*recurrent.layers, *recurrent.whole}.difference(recurrent.unsure)
     for name, module in text_modules(model):
         if not any(name.startswith(f"{layer}.") for layer in known):
             yield name, module
@@ -133,7 +134,8 @@ def suspicions(model: nn.Module, context: BatchContext) -> Iterator[Suspicion]:
         else:
             continue
         yield Suspicion(place_of(name, module), what, module=weakref.ref(module), beside=beside(name))
-    for name in recurrent.unknown:
+    states = [name for name in recurrent.unsure if carries_state(model.get_submodule(name))]
+    for name in (*recurrent.unknown, *states):
         module = model.get_submodule(name)
         what = "carries state along the sequence"
         yield Suspicion(place_of(name, module), what, module=weakref.ref(module), beside=beside(name))

@@ -25,11 +25,10 @@ from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import compile_jobs
 from tests.helpers.jobs.balanced_jobs import BALANCED, chunks_forced
 from tests.helpers.jobs.plain_jobs import Batch, Step, attempt, gradients_of, packed, ready, tokens
-from tests.helpers.models.tiny_models import SIZES, build
 
 FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
-HYBRIDS = ("qwen3_5", "lfm2", "granite", "mamba", "mamba2", "minimax", "zaya")
-"""In the last two each rank computes the layers that are not attention on whole documents."""
+HYBRIDS = ("qwen3_5", "lfm2", "granite", "mamba", "mamba2", "minimax", "zaya", "recurrent gemma")
+"""In the last three each rank computes the layers that are not attention on whole documents."""
 
 
 def made(model: str, attention: str | None = "ring_fp32") -> Any:
@@ -167,19 +166,6 @@ def refusals() -> list[tuple[str, str]]:
         attempt(run, replaced_later, tokens(24)) or ("nothing", ""),
         attempt(run, None, {**tokens(24), "seq_idx": ids}) or ("nothing", ""),
     ]
-
-
-def of_unknown_layers(batch: Batch) -> tuple[str, str] | None:
-    """What a model with a recurrence that gets no mask raises in a ring of one."""
-    config: dict[str, Any] = {**SIZES, "block_types": ["recurrent", "attention"], "lru_width": 32}
-    model = build("RecurrentGemmaForCausalLM", **config)
-    sharded = hf_ring_attn.shard(batch)
-
-    def forward() -> None:
-        with sharded:
-            model(**sharded.inputs)
-
-    return attempt(forward)
 
 
 def left_behind() -> tuple[bool, bool]:

@@ -51,6 +51,11 @@ class Forward:
     text: str
 
 
+def named_as_hybrids(model: Any) -> Any:
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    return model
+
+
 def refused(forward: Forward) -> tuple[str, str] | None:
     """The class's name and the text of what was raised on this rank; None if nothing was."""
     model = build(forward.kind, forward.attention, **{**(SIZES if forward.sizes else {}), **forward.config})

@@ -153,6 +153,10 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    "recurrent gemma": (
+        "RecurrentGemmaForCausalLM",
+        {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 7}, "sdpa",
+    ),
     "zaya": (
         "ZayaForCausalLM",
         {

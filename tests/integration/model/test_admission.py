@@ -35,14 +35,8 @@ FORWARDS = [
         text="dropout=0.1: it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout,",
     ),
     Forward(
-        why="layers that are named as hybrids' are", kind="RecurrentGemmaForCausalLM",
-        config={"block_types": ["recurrent", "attention"], "lru_width": 32},
+        why="layers that are named as hybrids' are", change=jobs.named_as_hybrids,
         text="its layers of type ['linear_attention'] do not go through ring attention exactly",
-    ),
-    Forward(
-        why="a convolution of its own", kind="RecurrentGemmaForCausalLM",
-        config={"block_types": ["recurrent", "attention"], "lru_width": 32},
-        text="model.layers.0.temporal_block.conv_1d (Conv1d) mixes neighbouring tokens, which are on other ranks",
     ),
     Forward(
         why="a recurrence alone", kind="RwkvForCausalLM", sizes=False, config=RWKV, text=NO_INTERFACE,

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hf_ring_attn
 import tests.helpers.jobs.hybrid_jobs as jobs
+from hf_ring_attn.errors import UnsupportedModel
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import hybrid_bits, plain_jobs
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, on_two_or_four, without_ring
@@ -47,6 +49,9 @@ STEPS = [
         checkpointing="recomputed",
         exact=EXACT,
     ),
+    Step(why="gated recurrence", model="recurrent gemma", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="gated recurrence, recomputed", model="recurrent gemma", checkpointing="recomputed", exact=EXACT),
+    Step(why="gated recurrence, reentrant", model="recurrent gemma", checkpointing="reentrant", exact=EXACT),
     Step(why="convolved queries", model="zaya", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="convolved queries, tiny chunks", model="zaya", batch=tokens(3), exact=EXACT),
     Step(why="convolved queries, recomputed", model="zaya", checkpointing="recomputed", exact=EXACT),
@@ -235,11 +240,25 @@ def test_a_call_that_leaves_use_cache_out_makes_no_cache(ranks: Ranks, model: st
     assert run(loss_of_a_call, model, "input_ids", "labels") == run(loss_of_a_call, model)
 
 
+class RecurrentLayer(nn.Module):
+    """A layer that attends and may carry state, which no one can tell apart."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
 def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too() -> None:
-    error, text = jobs.of_unknown_layers(packed(9, 14)) or ("", "")
-    assert error == "UnsupportedModel"
-    assert "(RecurrentGemmaForCausalLM) carries state from one document of a packed row to the next" in text
-    assert jobs.of_unknown_layers(tokens(23)) is None
+    model: Any = tiny("llama", "ring_fp32")
+    model.model.layers[1] = RecurrentLayer(model.model.layers[1])
+    with pytest.raises(UnsupportedModel) as raised, hf_ring_attn.shard(packed(9, 14)) as sharded:
+        model(**sharded.inputs)
+    assert "(RecurrentLayer) carries state from one document of a packed row to the next" in str(raised.value)
+    with hf_ring_attn.shard(tokens(23)) as sharded:
+        model(**sharded.inputs)
 
 
 def test_generation_with_a_cache_whose_first_layer_has_no_keys() -> None:

@@ -95,6 +95,9 @@ class Beside(nn.Module):
             reach = module.dilation[0] * (module.kernel_size[0] - 1)
             of_tokens: Tensor = module(nn.functional.pad(x.mT, (reach, 0))).mT
             return of_tokens
+        if isinstance(module, nn.GRU) and not module.batch_first:
+            of_times: Tensor = module(x.transpose(0, 1))[0].transpose(0, 1)
+            return of_times
         parts = x if self.over == "tokens" else x.view(-1, 4, WIDTH // 4).repeat(1, 1, 4)
         out: Tensor = module(*[parts] * (3 if isinstance(module, nn.MultiheadAttention) else 1))[0]
         return out[..., : x.numel() // parts[..., 0].numel()].reshape(x.shape)
@@ -129,6 +132,7 @@ OF_TOKENS: dict[str, Callable[[], nn.Module]] = {
     "Conv1d": partial(nn.Conv1d, WIDTH, WIDTH, 3),
     "far Conv1d": partial(nn.Conv1d, WIDTH, WIDTH, 2, dilation=40),
     "GRU": partial(nn.GRU, WIDTH, WIDTH, batch_first=True),
+    "GRU of times": partial(nn.GRU, WIDTH, WIDTH),
     "MultiheadAttention": partial(nn.MultiheadAttention, WIDTH, 4, batch_first=True),
 }
 EXACT: dict[str, Callable[[Any], Any]] = {
@@ -137,6 +141,8 @@ EXACT: dict[str, Callable[[Any], Any]] = {
     "a convolution over features": partial(beside, lambda: nn.Conv1d(1, 1, 3, padding=1), "features"),
     "a GRU over features": partial(beside, OF_TOKENS["GRU"], "features"),
     "attention over features": partial(beside, OF_TOKENS["MultiheadAttention"], "features"),
+    "a convolution over whole rows": partial(beside, OF_TOKENS["Conv1d"], "tokens"),
+    "a GRU over whole rows": partial(beside, OF_TOKENS["GRU"], "tokens"),
 }
 
 
@@ -171,9 +177,9 @@ def assert_refused(raised: tuple[str, str] | None, why: str) -> None:
     assert raised[1].endswith(f"cannot be trained in a ring exactly: {why}."), raised[1]
 
 
-@pytest.mark.parametrize("what", OF_TOKENS)
+@pytest.mark.parametrize("what", ["far Conv1d", "GRU of times", "MultiheadAttention"])
 def test_what_looks_along_the_sequence_is_refused_by_its_name(ranks: Ranks, what: str) -> None:
-    kind = what.split()[-1]
+    kind = "GRU" if "GRU" in what else what.split()[-1]
     does = "mixes neighbouring tokens" if kind == "Conv1d" else "reads other tokens than its own"
     for raised in ranks(2).run(refused_over, what, "tokens", True):
         assert_refused(raised, f"model.layers.0.mlp.module ({kind}) {does}, which are on other ranks")
