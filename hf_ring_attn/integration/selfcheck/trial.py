@@ -243,15 +243,19 @@ def differentiate(loss: Tensor, model: nn.Module, weights: Sequence[nn.Parameter
     if not (weights and loss.requires_grad) or introspect.is_dtensor(loss):  # the check refuses a DTensor
         return []
     with fsdp_units.unreduced(model):
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            loss, fsdp_units.gathered(model, weights), allow_unused=True
-        )
-    return [
-        loss.new_zeros(min(x.numel(), VALUES), dtype=torch.float32)
-        if gradient is None
-        else gradient.flatten()[:VALUES].to(loss.device, torch.float32)
-        for x, gradient in zip(weights, found, strict=True)
-    ]
+        used = fsdp_units.gathered(model, weights)
+        found: Sequence[Tensor | None] = torch.autograd.grad(loss, used, allow_unused=True)
+    return [_first_values(x, gradient, loss.device) for x, gradient in zip(used, found, strict=True)]
+
+
+def _first_values(weight: Any, gradient: Any, device: torch.device) -> Tensor:
+    """Of a weight that ranks hold in parts (experts, each on one rank), gathered: a part has the tokens of all ranks."""
+    if introspect.is_dtensor(weight):  # by the weight, since all ranks must take part
+        gradient = (torch.zeros_like(weight) if gradient is None else gradient).full_tensor()
+    if gradient is None:
+        return torch.zeros(min(weight.numel(), VALUES), dtype=torch.float32, device=device)
+    values: Tensor = gradient.flatten()[:VALUES].to(device, torch.float32)
+    return values
 
 
 def distances(got: StepResult, want: StepResult) -> list[float]:
