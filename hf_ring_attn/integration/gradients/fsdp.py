@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,23 +14,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from ... import errors
-from ...comm.ring import Ring
 from ...dtypes import HALVES
 from ..context import introspect
 from ..context.batch_context import BatchContext
-from ..context.model_record import ModelRecord, latest_record
+from ..context.model_record import latest_record
 from ..log import say, warn
 from ..patching import optimizer_steps
 from ..patching.changes import at_uninstall
 from ..patching.modules import Replaced
 from .fsdp_units import groups_of
-
-UNTESTED = {
-    "FullyShardedDataParallel": (
-        "FSDP1 is not tested: use FSDP2 (fsdp_version: 2; Lightning: ModelParallelStrategy) or DDP"
-    ),
-    "DeepSpeedEngine": "DeepSpeed is not tested: use FSDP2 or DDP",
-}
 
 
 def keep_float32(accelerator: Any) -> None:
@@ -133,13 +123,6 @@ def is_sharded(model: nn.Module) -> bool:
     return "FSDPModule" in latest_record(model).classes
 
 
-def sharding_of(record: ModelRecord) -> Ring | None:
-    """The ranks among which FSDP2 shards this model's weights: all of them run each forward."""
-    weights: list[Any] = record.weights() if "DTensor" in record.classes else []
-    mesh = next((x.device_mesh for x in weights if introspect.is_dtensor(x)), None)
-    return None if mesh is None else Ring.of(mesh.get_group(mesh.ndim - 1))
-
-
 _TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that FSDP2 shards and that trained in a ring."""
 at_uninstall(_TRAINED.clear)
@@ -181,33 +164,3 @@ _UNREDUCED = (
     "the last backward before its optimizer's step did not reduce gradients, which the step leaves out: call "
     "set_requires_gradient_sync(True), and set_requires_all_reduce(True), before that backward"
 )
-
-
-def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Yields the wrappers in a model, or around this call, that were never tested."""
-    if context.ring.size > 1:
-        yield from untested(model.modules())
-
-
-def untested(given: Iterable[nn.Module] = ()) -> Iterator[str]:
-    """Yields what was never tested of some modules and of those around this call: a forward may shard a batch."""
-    modules = [*given, *_called_around()]
-    yield from (UNTESTED[kind] for kind in sorted({type(module).__name__ for module in modules} & UNTESTED.keys()))
-    if any(map(_is_split, modules)):
-        yield "tensor parallelism is not tested: load the model without a tp_plan, and use FSDP2 or DDP"
-
-
-def _is_split(module: nn.Module) -> bool:
-    """Returns True for a model that transformers loaded in parts, and for a module of torch's `parallelize_module`."""
-    own = module.__dict__
-    return (own.get("_tp_size") or 1) > 1 or "_distribute_module_applied" in own
-
-
-def _called_around() -> Iterator[nn.Module]:
-    """The modules in whose ``forward`` this is called."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(owner, nn.Module):
-            yield owner
-        frame = frame.f_back

@@ -19,9 +19,9 @@ from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import introspect
 from ..context.introspect import TOKENS, is_a
 from ..context.mesh import find_ring
-from ..context.model_record import latest_record
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp, fsdp_units
+from ..gradients.weight_parts import sharding_of
 from ..log import warn
 from ..losses import shared_losses
 from ..patching.changes import target_of
@@ -178,8 +178,7 @@ def _all_raised(trainer: Any, model: nn.Module, error: errors.Refused) -> bool:
     """Returns True if all ranks raised such an error, so that the next message finds none of them in a forward."""
     if error.everywhere or not isinstance(error, RAISED_ALONE):
         return True
-    rings = find_ring(group_of(trainer)), fsdp.sharding_of(latest_record(model))
-    return all(meet(ring) for ring in rings if ring is not None)
+    return all(meet(ring) for ring in (find_ring(group_of(trainer)), *sharding_of(model)))
 
 
 TAKES_WHOLE_ROWS = (

@@ -18,8 +18,8 @@ from ..context import shared_kv
 from ..context.batch_context import BatchContext
 from ..context.introspect import configs_of, inside, name_of, text_modules
 from ..context.model_record import ModelRecord, Visits, configured, latest_record, visit
-from ..gradients import fsdp
 from ..gradients import hooks as gradient_hooks
+from ..gradients import weight_parts
 from ..log import warn
 from ..losses import shared_losses, whole_heads
 from ..memory import checkpointing, mlp_chunks
@@ -58,9 +58,9 @@ class Support:
 
 ONCE = Support(
     (
-        fsdp.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported, experts.unsupported,
-        adapters.unsupported, quantized.unsupported, shared_losses.unsupported, mlp_chunks.unsupported,
-        checkpointing.unsupported, gradient_hooks.unsupported,
+        weight_parts.unsupported, structure.unsupported, recurrent.unsupported, temperature.unsupported,
+        experts.unsupported, adapters.unsupported, quantized.unsupported, shared_losses.unsupported,
+        mlp_chunks.unsupported, checkpointing.unsupported, gradient_hooks.unsupported,
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, liger.prepare,
@@ -147,7 +147,7 @@ def refuse(config: Any, context: BatchContext) -> None:
     if context.ring.size == 1:
         return
     reasons = [
-        *_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS), *fsdp.untested(),
+        *_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS), *weight_parts.untested(),
     ]  # fmt: skip
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)

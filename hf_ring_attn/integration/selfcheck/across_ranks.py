@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,20 +15,21 @@ from .tolerance import tolerance
 from .trial import StepResult, distances
 
 
-def stays_in(ring: Ring, sharding: Ring | None) -> bool:
-    """Returns True if no rank outside of ``ring`` shards the weights, and so takes part in each forward."""
-    return sharding is None or sharding.ranks() <= ring.ranks()
+def stays_in(ring: Ring, sharding: Sequence[Ring]) -> bool:
+    """Returns True if no rank outside of ``ring`` holds parts of the weights, and so takes part in each forward."""
+    return all(group.ranks() <= ring.ranks() for group in sharding)
 
 
 class AcrossRanks:
     """Findings of all ranks, gathered or averaged. Its methods send messages, so all ranks call them.
 
     Attributes:
-        ring: the ring that is checked. sharding: the ranks that shard the weights; None if each holds them all.
+        ring: the ring that is checked. sharding: the groups of ranks that hold parts of the weights
+            (`weight_parts.sharding_of`); none if each rank holds them all.
     """
 
     ring: Ring
-    sharding: Ring | None
+    sharding: Sequence[Ring]
     device: torch.device
 
     def agree(self, ring: Ring, facts: Mapping[str, object], todo: str = "", failure: Exception | None = None) -> None:
@@ -37,19 +38,18 @@ class AcrossRanks:
         Raises (on every rank of both):
             RanksDiffer, RefusedElsewhere: they differ in one of these groups, or a rank has a ``failure``.
         """
-        for group in (ring, self.sharding):
+        for group in (ring, *self.sharding):
             try:
-                if group is not None:
-                    device = group.small_device(self.device)
-                    group.agree(facts, device, todo, failure, doing="agreed in its self-check")
-            except errors.Refused as error:  # which the other group is told, too
+                group.agree(facts, group.small_device(self.device), todo, failure, doing="agreed in its self-check")
+            except errors.Refused as error:  # which the other groups are told, too
                 failure = error
         if failure is not None:
             raise failure
 
     def _all_are_back(self, failed: bool) -> bool:
         """Returns False on a rank whose forward failed while others are still in theirs, and wait for its weights."""
-        return self.sharding is None or meet(self.sharding, waits=failed)
+        came = [meet(group, waits=failed) for group in self.sharding]  # to each of them
+        return all(came)
 
     def _gathered(self, row: Tensor) -> Tensor:
         """[W, ...] each rank's ``row``, on the CPU in float64."""
@@ -59,10 +59,10 @@ class AcrossRanks:
     def _everywhere(self, numbers: list[float]) -> Tensor:
         """[n, ...] the numbers of each rank of this ring, and of all that shard its weights; some more than once."""
         table = self._gathered(torch.tensor(numbers, dtype=torch.float64))
-        if self.sharding is None:
-            return table
-        rings = table.to(self.sharding.small_device(self.device))
-        return self.sharding.gather(rings, "compared its self-check").wait()[0].flatten(0, 1).cpu()
+        for group in self.sharding:
+            rings = table.to(group.small_device(self.device))
+            table = group.gather(rings, "compared its self-check").wait()[0].flatten(0, 1).cpu()
+        return table
 
     def _spread(self, mine: Tensor) -> float:
         """The spread of the errors of all tokens, the largest of any ring; nan if one has nothing to compare."""

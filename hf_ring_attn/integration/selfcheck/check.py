@@ -33,8 +33,8 @@ from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp_units
-from ..gradients.fsdp import sharding_of
 from ..gradients.replicas import SAME_WEIGHTS
+from ..gradients.weight_parts import sharding_of
 from ..log import warn
 from ..losses.lazy_logits import ChunkedLoss
 from ..model.ring_calls import in_ring
@@ -86,7 +86,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
     inner, has_labels, loss = introspect.callable_inside(model), context.facts.has_labels, context.config.loss
     as_one = introspect.compiled_part(model) is not None
     batch = ring.name, has_labels, loss, context.whole_head, context.gathers_logits, as_one
-    sharding = sharding_of(record)
+    sharding = sharding_of(inner)
     # Other rings, whose batches may be of another kind, take part in each forward if they hold shards of its weights.
     inputs, padding = (sample.inputs(), sample.masks()) if stays_in(ring, sharding) else ((), ())
     step, verdicts = context.state(TrialStep), record.state(_Verdicts)
@@ -144,9 +144,9 @@ class _Check(AcrossRanks):
     def __post_init__(self) -> None:
         self.ring = self.context.ring
         self.config = replace(self.context.config, pad=True, mlp_tokens=None, self_check=False)
-        self.sharding = sharding_of(latest_record(self.model))
+        self.sharding = sharding_of(self.model)
         self.name = introspect.name_of(self.model)
-        self.states = States(self.model, self.sharding is not None)
+        self.states = States(self.model, bool(self.sharding))
 
     def rows_of_step(self) -> int:
         """The number of rows of a trial step. A loss may compare rows, and one alone is no test."""

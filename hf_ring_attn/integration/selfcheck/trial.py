@@ -249,9 +249,10 @@ def differentiate(loss: Tensor, model: nn.Module, weights: Sequence[nn.Parameter
 
 
 def _first_values(weight: Any, gradient: Any, device: torch.device) -> Tensor:
-    """Of a weight that ranks hold in parts (experts, each on one rank), gathered: a part has the tokens of all ranks."""
-    if introspect.is_dtensor(weight):  # by the weight, since all ranks must take part
-        gradient = (torch.zeros_like(weight) if gradient is None else gradient).full_tensor()
+    """The first values of a gradient. Ranks that hold parts of the weight (experts, heads) gather those of it."""
+    if introspect.is_dtensor(weight):  # by the weight, since all of these ranks must take part
+        parts: Any = torch.zeros_like(weight) if gradient is None else gradient
+        gradient = parts.full_tensor()
     if gradient is None:
         return torch.zeros(min(weight.numel(), VALUES), dtype=torch.float32, device=device)
     values: Tensor = gradient.flatten()[:VALUES].to(device, torch.float32)

@@ -1,0 +1,134 @@
+"""Weights of which ranks hold parts: by FSDP2, by tensor, expert and pipeline parallelism, or by hand.
+
+FSDP2 averages gradients over its mesh, and experts that get tokens by all-to-all see those of all ranks. Both are exact
+in a ring. Ranks of tensor parallelism must hold the same tokens, so they must be in different rings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.distributed import get_process_group_ranks
+
+from ...comm.ring import Ring
+from ..context import introspect
+from ..context.batch_context import BatchContext
+from ..context.model_record import latest_record
+from .fsdp_units import groups_of
+
+UNTESTED = {
+    "FullyShardedDataParallel": (
+        "FSDP1 is not tested: use FSDP2 (fsdp_version: 2; Lightning: ModelParallelStrategy) or DDP"
+    ),
+    "DeepSpeedEngine": "DeepSpeed is not tested: use FSDP2 or DDP",
+}
+PIPELINE = "pipeline parallelism gives each rank other layers: load the model without pp_size, and use FSDP2 or DDP"
+SAME_TOKENS = (
+    "tensor parallelism needs the same tokens on its ranks, and these are ranks of one ring: give shard() a group "
+    "across them, or load the model without tp_plan and tp_size, and use FSDP2 or DDP"
+)
+NOT_AVERAGED = (
+    "its weight {} is a DTensor of which nothing averages the gradient over the ring: call fully_shard on the model, "
+    "over a mesh that holds all ranks of the ring"
+)
+
+
+def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Yields the reasons against wrappers in a model, or around this call, and against parts of its weights."""
+    if context.ring.size > 1:
+        reasons = [*untested(model.modules(), context.ring)]
+        yield from reasons
+        if introspect.may_train(model) and not reasons:
+            yield from _not_averaged(model, context.ring)
+
+
+def untested(given: Iterable[nn.Module] = (), ring: Ring | None = None) -> Iterator[str]:
+    """Yields what cannot be exact of some modules and of those around this call: a forward may shard a batch.
+
+    Args:
+        ring: its ranks; None: they are not known.
+    """
+    modules = [*given, *_called_around()]
+    yield from (UNTESTED[kind] for kind in sorted({type(module).__name__ for module in modules} & UNTESTED.keys()))
+    if any("_pp_stage" in module.__dict__ for module in modules):
+        yield PIPELINE
+    split = [module for module in modules if is_split(module)]
+    if split and (ring is None or any(len(ranks & ring.ranks()) > 1 for ranks in _ranks_of_parts(split, modules))):
+        yield SAME_TOKENS
+
+
+def is_split(module: nn.Module) -> bool:
+    """Returns True for a model that transformers loaded in parts, and for a module of torch's `parallelize_module`."""
+    own = module.__dict__
+    return (own.get("_tp_size") or 1) > 1 or "_distribute_module_applied" in own
+
+
+def _ranks_of_parts(split: Iterable[nn.Module], modules: Iterable[nn.Module]) -> Iterator[set[int]]:
+    """Yields the ranks that hold parts of the weights of ``split`` in a forward, when FSDP2 has gathered its own."""
+    axes_of_fsdp = {id(x): axes for x, axes in _sharded_by_fsdp(modules)}  # the first ones
+    for module in split:
+        meshes = [(x.device_mesh, axes_of_fsdp.get(id(x), 0)) for x in _dtensors(module.parameters(recurse=False))]
+        if "_distribute_module_applied" not in module.__dict__:  # transformers' model
+            mesh: Any = module.__dict__["_device_mesh"]
+            meshes = [(mesh["tp"] if mesh.ndim > 1 else mesh, 0)]
+        for mesh, first in meshes:
+            yield from (set(get_process_group_ranks(mesh.get_group(axis))) for axis in range(first, mesh.ndim))
+
+
+def _not_averaged(model: nn.Module, ring: Ring) -> Iterator[str]:
+    """Yields the reason against a weight in parts of which each rank would keep the gradient of its own tokens."""
+    if "DTensor" not in latest_record(model).classes:
+        return
+    sharded = _sharded_by_fsdp(latest_record(model).modules())
+    averaged = {id(x) for x, axes in sharded if not axes or ring.ranks() <= set(x.device_mesh.mesh.flatten().tolist())}
+    trained = {id(x): name for name, x in model.named_parameters() if x.requires_grad and introspect.is_dtensor(x)}
+    names = [name for number, name in trained.items() if number not in averaged]
+    yield from (NOT_AVERAGED.format(name) for name in names[:1])
+
+
+def sharding_of(model: nn.Module) -> tuple[Ring, ...]:
+    """The groups of ranks that hold parts of a model's weights, along each axis of their meshes.
+
+    All of these ranks run each of its forwards. Those of replicas do not.
+    """
+    return latest_record(model).once(_groups_of_parts, model)
+
+
+def _groups_of_parts(model: nn.Module) -> tuple[Ring, ...]:
+    found: dict[frozenset[int], Ring] = {}
+    for x in _dtensors(latest_record(model).weights()):
+        for axis, placement in enumerate(x.placements):
+            if not placement.is_replicate() and x.device_mesh.size(axis) > 1:
+                group = x.device_mesh.get_group(axis)
+                found.setdefault(frozenset(get_process_group_ranks(group)), Ring.of(group))
+    return tuple(found.values())
+
+
+def _sharded_by_fsdp(modules: Iterable[nn.Module]) -> Iterator[tuple[Any, int]]:
+    """Yields the weights of which FSDP2 has shards, and how many axes of their mesh are its own: 0 for a gathered one.
+
+    They are read from their modules: a host that loads weights into a sharded model replaces them.
+    """
+    units = [module for module in modules if introspect.is_unit(module)]
+    for weight in (weight for unit in units for group in groups_of(unit) for weight in group.fsdp_params):
+        place = weight._module_info
+        x = place.module._parameters[place.param_name]
+        yield x, 0 if x is getattr(weight, "_unsharded_param", None) else weight.mesh_info.mesh.ndim
+
+
+def _dtensors(weights: Iterable[Any]) -> list[Any]:
+    return [x for x in weights if introspect.is_dtensor(x)]
+
+
+def _called_around() -> Iterator[nn.Module]:
+    """The modules in whose ``forward`` this is called."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(owner, nn.Module):
+            yield owner
+        frame = frame.f_back
