@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ... import errors
 from ...comm.groups import any_ring
-from ...comm.ring import set_timeout
+from ...comm.ring import Ring, set_timeout
 from ..context import introspect, model_record
 from ..context.introspect import uses_ring
 from ..context.mesh import RING, ring_enabled
-from ..gradients import fsdp
+from ..gradients import fsdp, weight_parts
 from ..log import warn
 from ..model import liger, quantized
 from ..patching.changes import Original, Patch, around
@@ -51,6 +51,7 @@ def decide_by_models(accelerator: Any, *objects: object) -> None:
 
     Raises:
         OneProcess, ModelIsNoRing, TorchContextParallelRefused, UntestedParallelism, DispatchedBatches.
+        UnsupportedModel: ranks of the ring hold other parts of a model.
     """
     config = accelerator.parallelism_config
     others = [*map(id, getattr(accelerator, "_models_of_whole_rows", ()))]
@@ -70,8 +71,12 @@ def decide_by_models(accelerator: Any, *objects: object) -> None:
         if any(type(loader).__name__ == "DataLoaderDispatcher" for loader in accelerator._dataloaders):
             raise errors.DispatchedBatches("a DataLoader was prepared with dispatch_batches=True")
         if accelerator.state.device_mesh is not None:
-            asked = None if accelerator.init_handler is None else accelerator.init_handler.timeout
-            set_timeout(accelerator.state.device_mesh["cp"].get_group(), asked)
+            group = accelerator.state.device_mesh["cp"].get_group()
+            set_timeout(group, None if accelerator.init_handler is None else accelerator.init_handler.timeout)
+            for model in (model for model, is_ring in models.items() if is_ring):
+                # DDP would compare weights of other layers, and wait or end with the words of gloo.
+                if reasons := [*weight_parts.untested(model.modules(), Ring.of(group))]:
+                    raise errors.UnsupportedModel(introspect.name_of(model), reasons)
     for model, is_ring in models.items():
         names = parallelism_config.implementations(model)
         if ring_enabled(config) and names and not is_ring:
