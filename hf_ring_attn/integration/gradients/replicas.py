@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
@@ -59,9 +60,10 @@ _last: list[_Trained] = []
 """Modules that train in the last batch."""
 
 
-def bare_of(trained: list[Any], model: nn.Module) -> list[Any]:
-    """The weights among ``trained`` whose gradients are combined over ranks by no wrapper in or around their model."""
-    around = {cls.__name__ for module in unwrapped(model) for cls in type(module).__mro__}
+def bare_of(trained: list[Any], model: nn.Module, ring: Ring) -> list[Any]:
+    """The weights among ``trained`` whose gradients no wrapper in or around their model combines over the ring."""
+    wrappers = [module for module in unwrapped(model) if not _leaves_ring(module, ring)]
+    around = {cls.__name__ for module in wrappers for cls in type(module).__mro__}
     inside = latest_record(model).classes
     if AVERAGING.isdisjoint(around | inside):
         return trained
@@ -73,8 +75,15 @@ def bare_of(trained: list[Any], model: nn.Module) -> list[Any]:
     combined: set[int] = set()
     for module in latest_record(model).modules():
         weights: Iterable[Any] = fsdp_units.weights_of(module) if is_unit(module) else ()
-        combined.update(map(id, module.parameters() if is_ddp(module) else weights))
+        averages = is_ddp(module) and not _leaves_ring(module, ring)
+        combined.update(map(id, module.parameters() if averages else weights))
     return [x for x in trained if id(x) not in combined]
+
+
+def _leaves_ring(module: nn.Module, ring: Ring) -> bool:
+    """Returns True for a wrapper of DDP over a group that lacks ranks of the ring, as one over replicas alone."""
+    group = getattr(module, "process_group", None) if is_ddp(module) else None
+    return group is not None and not ring.ranks() <= set(get_process_group_ranks(group))
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:
@@ -83,7 +92,7 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
         record = latest_record(model)
         visit = context.state(Visits).get(record)
         every: list[Any] = [x for x in record.weights() if x.requires_grad] if visit is None else visit.trained
-        trained = bare_of(every, model)
+        trained = bare_of(every, model, context.ring)
         if not trained:
             return
         _note(type(model).__name__, trained, context)
@@ -235,7 +244,7 @@ def compare(model: nn.Module, context: BatchContext) -> None:
     if ring.size == 1 or not may_train(model) or case in latest_record(model).state(_Compared):
         return
     every = {name: x for name, x in model.named_parameters() if x.requires_grad}
-    bare = set(map(id, bare_of(list(every.values()), model)))
+    bare = set(map(id, bare_of(list(every.values()), model, ring)))
     trained = {name: x for name, x in every.items() if id(x) in bare}
     if trained:
         device = ring.small_device(next(iter(trained.values())).device)

@@ -114,7 +114,7 @@ def trained(kind: str, self_check: bool) -> Trained:
 
 def average(sharded: hf_ring_attn.Sharded, model: nn.Module) -> None:
     """Averages gradients where no wrapper does."""
-    if bare_of(list(model.parameters()), model):
+    if bare_of(list(model.parameters()), model, sharded.ring):
         sharded.reduce_gradients(model)
 
 
