@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_ddp, is_dtensor, is_unit, may_train, unwrapped
+from ..context.introspect import is_ddp, is_dtensor, is_unit, may_train, name_of, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
 from ..patching.changes import at_uninstall
@@ -238,6 +238,7 @@ def compare(model: nn.Module, context: BatchContext) -> None:
 
     Raises:
         RanksDiffer: on every rank, with the name of the first weight that differs.
+        UnsupportedModel: a weight waits on the host or on disk; RefusedElsewhere: on the other ranks.
     """
     ring = context.ring
     case = ring.name, model.training
@@ -247,11 +248,19 @@ def compare(model: nn.Module, context: BatchContext) -> None:
     bare = set(map(id, bare_of(list(every.values()), model, ring)))
     trained = {name: x for name, x in every.items() if id(x) in bare}
     if trained:
-        device = ring.small_device(next(iter(trained.values())).device)
-        weights = {f"weights of {name}": x for name, x in trained.items()}
-        for facts in ({"number of weights that train": len(trained)}, weights):
-            ring.agree(facts, device, SAME_WEIGHTS, doing="compared the weights that train")
+        away = next((name for name, x in trained.items() if x.is_meta), None)
+        refusal = None if away is None else errors.UnsupportedModel(name_of(model), [_AWAY.format(away)])
+        here = next((x.device for x in trained.values() if not x.is_meta), torch.device("cpu"))
+        device, doing = ring.small_device(here), "compared the weights that train"
+        ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS, refusal, doing=doing)
+        ring.agree({f"weights of {name}": x for name, x in trained.items()}, device, SAME_WEIGHTS, doing=doing)
     latest_record(model).state(_Compared).add(case)
+
+
+_AWAY = (
+    "its weight {} trains, but its device_map put it on disk or in host memory, where it has no gradient: load the "
+    "model without device_map, and shard it by FSDP2"
+)
 
 
 def mean_loss(loss: Tensor, ring: Ring, has_one_value: bool = False) -> Tensor:

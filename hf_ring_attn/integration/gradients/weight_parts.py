@@ -38,12 +38,9 @@ NOT_AVERAGED = (
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Yields the reasons against wrappers in a model, or around this call, and against parts of its weights."""
+    """Yields the wrappers in a model, or around this call, that are not exact."""
     if context.ring.size > 1:
-        reasons = [*untested(model.modules(), context.ring)]
-        yield from reasons
-        if introspect.may_train(model) and not reasons:
-            yield from _not_averaged(model, context.ring)
+        yield from untested(model.modules(), context.ring)
 
 
 def untested(given: Iterable[nn.Module] = (), ring: Ring | None = None) -> Iterator[str]:
@@ -79,11 +76,16 @@ def _ranks_of_parts(split: Iterable[nn.Module], modules: Iterable[nn.Module]) ->
             yield from (set(get_process_group_ranks(mesh.get_group(axis))) for axis in range(first, mesh.ndim))
 
 
-def _not_averaged(model: nn.Module, ring: Ring) -> Iterator[str]:
-    """Yields the reason against a weight in parts of which each rank would keep the gradient of its own tokens."""
-    if "DTensor" not in latest_record(model).classes:
+def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:
+    """Yields the reason against a weight in parts of which each rank would keep the gradient of its own tokens.
+
+    Args:
+        model: with its wrappers, which FSDP2 may shard in its place.
+    """
+    ring = context.ring
+    if ring.size == 1 or "DTensor" not in latest_record(model).classes or not introspect.may_train(model):
         return
-    sharded = _sharded_by_fsdp(latest_record(model).modules())
+    sharded = _sharded_by_fsdp(model.modules())
     averaged = {id(x) for x, axes in sharded if not axes or ring.ranks() <= set(x.device_mesh.mesh.flatten().tolist())}
     trained = {id(x): name for name, x in model.named_parameters() if x.requires_grad and introspect.is_dtensor(x)}
     names = [name for number, name in trained.items() if number not in averaged]

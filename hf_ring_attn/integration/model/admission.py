@@ -93,7 +93,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     options = configured(record.configs)
     if options is not None and not facts.explicit:
         _apply_model_options(options, context)
-    model = inside(model)
+    outermost, model = model, inside(model)
     log.configs += record.configs
     case = (
         context.ring.size, model.training, torch.is_grad_enabled(), facts.has_labels, facts.numbered,
@@ -106,6 +106,7 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     reasons = [reason for support in asked for find in support.reasons for reason in find(model, context)]
     if case not in admitted:
         reasons += _reasons_of_configs(model, record, context)
+        reasons += [] if reasons else weight_parts.not_averaged(outermost, context)
         suspected[:] = structure.suspicions(model, context)  # the self-check decides on these
     if reasons:
         raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys([*suspected.of_text().reasons(), *reasons])))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import dispatch_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -197,6 +199,16 @@ def split_by_torch(model: Any) -> Any:
 def split_by_transformers(model: Any) -> Any:
     """The same model, of which each rank has loaded a part."""
     return loaded_by_ranks(model, tp_plan="auto")
+
+
+def with_a_layer_on_disk(model: Any) -> Any:
+    """The model as accelerate has it for a device_map with "disk"."""
+    parts = {name: "cpu" for name, part in model.model.named_children() if name != "layers"}
+    layers = {f"layers.{index}": "cpu" if index else "disk" for index in range(len(model.model.layers))}
+    places = {f"model.{name}": place for name, place in {**parts, **layers}.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        dispatch: Any = dispatch_model
+        return dispatch(model, {**places, "lm_head": "cpu"}, main_device="cpu", offload_dir=folder, force_hooks=True)
 
 
 class Linear(nn.Module):

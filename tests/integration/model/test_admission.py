@@ -131,10 +131,17 @@ FORWARDS = [
         why="FSDP1", change=jobs.FullyShardedDataParallel,
         text="FSDP1 is not tested: use FSDP2 (fsdp_version: 2; Lightning: ModelParallelStrategy) or DDP",
     ),
-    Forward(why="tensor parallelism by torch", change=jobs.split_by_torch, text="tensor parallelism is not tested"),
+    Forward(
+        why="tensor parallelism by torch", change=jobs.split_by_torch,
+        text="tensor parallelism needs the same tokens on its ranks",
+    ),
+    Forward(
+        why="a weight on disk", change=jobs.with_a_layer_on_disk,
+        text="its weight model.layers.0.self_attn.q_proj.weight trains, but its device_map put it on disk",
+    ),
     Forward(
         why="tensor parallelism by transformers", change=jobs.split_by_transformers,
-        text="tensor parallelism is not tested",
+        text="tensor parallelism needs the same tokens on its ranks",
     ),
 ]  # fmt: skip
 
