@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_process_group_ranks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
@@ -83,7 +82,7 @@ def bare_of(trained: list[Any], model: nn.Module, ring: Ring) -> list[Any]:
 def _leaves_ring(module: nn.Module, ring: Ring) -> bool:
     """Returns True for a wrapper of DDP over a group that lacks ranks of the ring, as one over replicas alone."""
     group = getattr(module, "process_group", None) if is_ddp(module) else None
-    return group is not None and not ring.ranks() <= set(get_process_group_ranks(group))
+    return group is not None and not ring.ranks() <= Ring.of(group).ranks()
 
 
 def note_trained(model: nn.Module, context: BatchContext) -> None:

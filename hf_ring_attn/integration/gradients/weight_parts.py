@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.distributed import get_process_group_ranks
 
 from ...comm.ring import Ring
 from ..context import introspect
@@ -73,7 +72,7 @@ def _ranks_of_parts(split: Iterable[nn.Module], modules: Iterable[nn.Module]) ->
             mesh: Any = module.__dict__["_device_mesh"]
             meshes = [(mesh["tp"] if mesh.ndim > 1 else mesh, 0)]
         for mesh, first in meshes:
-            yield from (set(get_process_group_ranks(mesh.get_group(axis))) for axis in range(first, mesh.ndim))
+            yield from (Ring.of(mesh.get_group(axis)).ranks() for axis in range(first, mesh.ndim))
 
 
 def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -105,8 +104,8 @@ def _groups_of_parts(model: nn.Module) -> tuple[Ring, ...]:
     for x in _dtensors(latest_record(model).weights()):
         for axis, placement in enumerate(x.placements):
             if not placement.is_replicate() and x.device_mesh.size(axis) > 1:
-                group = x.device_mesh.get_group(axis)
-                found.setdefault(frozenset(get_process_group_ranks(group)), Ring.of(group))
+                group = Ring.of(x.device_mesh.get_group(axis))
+                found.setdefault(frozenset(group.ranks()), group)
     return tuple(found.values())
 
 

@@ -48,8 +48,10 @@ class AcrossRanks:
 
     def _all_are_back(self, failed: bool) -> bool:
         """Returns False on a rank whose forward failed while others are still in theirs, and wait for its weights."""
-        came = [meet(group, waits=failed) for group in self.sharding]  # to each of them
-        return all(came)
+        came = True
+        for group in self.sharding:  # it comes to all of them, and waits in vain for one alone
+            came = meet(group, waits=failed and came) and came
+        return came
 
     def _gathered(self, row: Tensor) -> Tensor:
         """[W, ...] each rank's ``row``, on the CPU in float64."""
