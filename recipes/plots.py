@@ -25,6 +25,7 @@ def draw(path: Path, onto: Callable[[Any], None], size: tuple[float, float] = (8
         return False
     figure = figures.Figure(figsize=size, layout="constrained")
     onto(figure.add_subplot())
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     print(f"plot: {path}")
     return True

@@ -29,11 +29,8 @@ DOCUMENTS = (5, 20, 3, 30, 9)
 BATCHES: dict[str, Batch] = {"whole": tokens(67), "padded": padded(67, right=20), "packed": packed(*DOCUMENTS)}
 BY_DOCUMENT = (*HYBRIDS, "gpt_oss", "afmoe", "bert")
 """Their packed rows are compared with each document alone, since transformers' own code mixes the documents."""
-OLD = Version(transformers.__version__) < Version("5.24")
-NEEDS_A_MASK = {"longrope in each layer"} if OLD else set[str]()
+NEEDS_A_MASK = {"longrope in each layer"} if Version(transformers.__version__) < Version("5.24") else set[str]()
 """Moshi's layers get no mask without one then, and are refused."""
-REFUSED = {"minimax"} if OLD else set[str]()
-"""Its lightning attention gets no mask for recurrent layers then."""
 BOUND, FLOOR = 5e-5, 0.05
 """Relative; a parameter's gradient counts for at least this share of the gradient of all, as in the sweep."""
 
@@ -44,7 +41,7 @@ def steps(device: torch.device) -> list[Step]:
             why=why, model=name, batch={n: x.to(device) for n, x in batch.items()}, dtype=torch.float32,
             device=str(device),
         )
-        for name in MODELS if name not in OF_WHOLE_ROWS and name not in REFUSED
+        for name in MODELS if name not in OF_WHOLE_ROWS
         for why, batch in BATCHES.items()
         if (why != "packed" or name not in BY_DOCUMENT) and (why == "padded" or name not in NEEDS_A_MASK)
     ]  # fmt: skip

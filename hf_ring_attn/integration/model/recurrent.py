@@ -30,7 +30,7 @@ from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERAT
 from .recurrent_rows import MASK, mark, of_batch, refuse_cache, rows_in, rows_of_batch
 from .whole_layers import carries_state, forward_of, names_of
 
-LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe"}
+LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe", "recurrent"}
 """Types of layers that hybrids have beside attention."""
 _RAN = "_hf_ring_attn_hybrid_ran"
 
