@@ -181,6 +181,10 @@ class SeenOutputs:
     pooled: set[str] = field(default_factory=set)
     odd: set[str] = field(default_factory=set)
 
+    def add(self, other: SeenOutputs) -> None:
+        self.pooled |= other.pooled
+        self.odd |= other.odd
+
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, list[ModelRecord]] = weakref.WeakKeyDictionary()
 at_uninstall(_RECORDS.clear)

@@ -161,7 +161,8 @@ def predict(
         return loss, None, None
     if not isinstance(outputs, dict):
         raise errors.UnknownOutput("outputs", type(outputs).__name__, sharded.layout.local_length)
-    wanted = [name for name in outputs if name not in (*ignore_keys, "loss") and only in ("", name)]
+    left_out = [*ignore_keys, "loss"] if has_loss else ignore_keys  # else Trainer takes it for a prediction
+    wanted = [name for name in outputs if name not in left_out and only in ("", name)]
     seen = latest_record(model).state(SeenOutputs)
     logits = tuple(whole_sequences(sharded, name, outputs[name], seen) for name in wanted)
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels

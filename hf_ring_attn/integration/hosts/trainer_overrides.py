@@ -23,8 +23,9 @@ from .program_methods import owner_of, refuse_set_on, stand_in, stands_in
 OF_WHOLE_ROWS = {
     "trl.experimental.orpo.orpo_trainer:ORPOTrainer", "trl.experimental.cpo.cpo_trainer:CPOTrainer",
     "trl.experimental.tpo.tpo_trainer:TPOTrainer", "trl.experimental.gkd.gkd_trainer:GKDTrainer",
+    "trl.experimental.a2po.a2po_trainer:A2POTrainer",
 }  # fmt: skip
-"""TRL's trainers whose loss needs logits of whole rows: ORPO, CPO (SimPO, AlphaPO), TPO and GKD."""
+"""TRL's trainers whose loss needs logits of whole rows: ORPO, CPO (SimPO, AlphaPO), TPO, GKD and A*-PO."""
 EXACT_TRL = OF_WHOLE_ROWS | {
     "trl.trainer.base_trainer:_BaseTrainer", "trl.trainer.sft_trainer:SFTTrainer",
     "trl.trainer.dpo_trainer:DPOTrainer", "trl.trainer.kto_trainer:KTOTrainer",
@@ -32,6 +33,8 @@ EXACT_TRL = OF_WHOLE_ROWS | {
     "trl.trainer.grpo_trainer:GRPOTrainer", "trl.trainer.rloo_trainer:RLOOTrainer",
     "trl.trainer.distillation_trainer:DistillationTrainer",
     "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer",
+    "trl.experimental.gmpo.gmpo_trainer:GMPOTrainer",
+    "trl.experimental.bema_for_ref_model.dpo_trainer:DPOTrainer",
 }  # fmt: skip
 """TRL's trainers that are exact in a ring. Others have the same names."""
 COUNTS = ("get_batch_samples", "_get_num_items_in_batch")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -106,6 +106,8 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             if case not in verdicts:
                 with ring_random.preserved():
                     state.verdict = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
+                    # Not of a refused batch: it may ask the model for other outputs than the next one.
+                    latest_record(inner).state(SeenOutputs).add(job.seen)
                     try_placeholders(job)
                 verdicts[case] = state.verdict  # last: what was refused is refused again
             if needs_step:
@@ -140,6 +142,7 @@ class _Check(AcrossRanks):
     """The model for a program's loss: see `stand_in`."""
     has_one_value: bool = False
     """The latest trial step had the same loss on every rank."""
+    seen: SeenOutputs = field(default_factory=SeenOutputs)
 
     def __post_init__(self) -> None:
         self.ring = self.context.ring
@@ -203,9 +206,8 @@ class _Check(AcrossRanks):
         else:
             raise errors.NothingToCheck(self.name)
         least = self._tolerance(dtypes)
-        seen = latest_record(self.model).state(SeenOutputs)
-        seen.pooled.update(compared.pooled_errors(whole, share))
-        seen.odd.update(compared.odd_outputs(whole, share))
+        self.seen.pooled.update(compared.pooled_errors(whole, share))
+        self.seen.odd.update(compared.odd_outputs(whole, share))
 
         def again() -> list[float]:
             return [self._spread(compared.errors(whole, share, call(), pooled=not inner))]

@@ -45,11 +45,15 @@ class Case:
     fsdp: bool = False
 
 
+SAMPLED = {"OnlineDPO", "A2PO"}
+"""Trainers that generate what they learn from, and reward it."""
+
+
 def rows(case: Case, count: int, start: int = 0) -> Dataset:
     """Pairs of uneven lengths; for TPO with an answer to imitate. For GKD conversations."""
     if case.name == "GKD":
         return sft_jobs.rows("chat", count, start).filter(lambda row: len(row["messages"]) % 2 == 0)
-    if case.name == "OnlineDPO":
+    if case.name in SAMPLED:
         return Dataset.from_list([{"prompt": text[:20]} for text in texts(count, start)])
     made = preferences(preference_jobs.Case(""), count, start)
     if case.name == "TPO":
@@ -72,16 +76,19 @@ def trainer(case: Case, folder: str, attention: str) -> Any:
             case.kind, attention,
             **{**SIZES, "vocab_size": 259, "num_hidden_layers": 1, "eos_token_id": 0},
         )  # fmt: skip
-    if case.name == "OnlineDPO":
+    if case.name in SAMPLED:
         more["reward_funcs"] = [vowels]
-    own = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "max_length": 64, "seed": 0}
+    own = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "seed": 0}
+    if case.name != "A2PO":  # whose config has no such argument
+        own["max_length"] = 64
+        more["peft_config"] = lora() if case.lora else None
     args = trl_runs.arguments(folder, **{"max_steps": STEPS, **own, **case.args})
     sharding = fsdp2_from_the_start({}) if case.fsdp and attention == "ring_fp32" else nullcontext()
     with sharding:
         made = getattr(module, f"{case.name}Trainer")(
             model=model(attention, case.kind), args=getattr(module, f"{case.name}Config")(**args),
             train_dataset=rows(case, TRAIN_ROWS), eval_dataset=rows(case, EVAL_ROWS, start=4000),
-            processing_class=tokenizer(), peft_config=lora() if case.lora else None, **more,
+            processing_class=tokenizer(), **more,
         )  # fmt: skip
     made.remove_callback(PrinterCallback)
     return made

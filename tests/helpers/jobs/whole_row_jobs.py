@@ -57,6 +57,22 @@ class Counts(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class KeepsSome(Trainer):
+    """Its batch says of how many tokens it wants logits, as those of TRL's trainers that sample answers do."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        return {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "logits_to_keep": 7}
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        each = next_token_losses(outputs.logits, inputs["input_ids"][:, -7:])
+        loss = (each * inputs["attention_mask"][:, -6:]).sum(1).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
 class AddsToTheModels(Trainer):
     """Adds to the model's own loss how far hidden states spread in a row, and the hardest tokens."""
 

@@ -279,6 +279,9 @@ RUNS = [
     replace(RUN, why="tokens that it hides later", kind=HidesWords, steps=4),
     replace(RUN, why="tokens that it hides if there are some", kind=HidesRare),
     replace(RUN, why="weights by places", kind=jobs.Weighs, arguments=ACCUMULATED),
+    replace(
+        RUN, why="logits of some tokens", kind=jobs.KeepsSome, arguments={"eval_strategy": "no", "learning_rate": 1e-3}
+    ),
     replace(RUN, why="its own step, by the model's loss", kind=StepsByTheModel, arguments=ACCUMULATED),
     replace(RUN, why="its own step, counts that are not averaged", kind=StepsByTheModel, arguments=ALONE),
     replace(RUN, why="its own counts", kind=Counts),

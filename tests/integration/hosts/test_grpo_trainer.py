@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from peft import LoHaConfig
+from trl.experimental.gmpo import GMPOTrainer
 
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_rings_learn_alike
 from tests.helpers.jobs.grpo_jobs import (
@@ -135,6 +136,13 @@ def test_on_four_ranks_as_well(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     if mesh.dp == 1 and "num_generations" in case.args:
         case = case.with_args(num_generations=4)
     compare(ranks, case, mesh)
+
+
+def test_gmpo_too(ranks: Ranks) -> None:
+    """It was refused, as a trainer of TRL's that is not GRPOTrainer itself."""
+    case = Case("", {**OFF_POLICY, "top_entropy_quantile": 0.5, "learning_rate": 0.3})
+    want = ranks(1).run(trained, case, Mesh(), True, GMPOTrainer)[0]
+    assert_rings_learn_alike(ranks(2).run(trained, case, Mesh(cp=2), True, GMPOTrainer), want, Mesh(cp=2), STEPS)
 
 
 @pytest.mark.parametrize("name", OVERRIDES)

@@ -1,4 +1,4 @@
-"""ORPO, CPO, TPO, GKD and online DPO in a ring are what they are without one: losses, metrics and weights."""
+"""ORPO, CPO, TPO, GKD, online DPO and A*-PO in a ring are what they are without one: losses, metrics and weights."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ CASES = [
         "online DPO, accumulated, LoRA", "OnlineDPO", {"max_new_tokens": 9, "gradient_accumulation_steps": 2},
         lora=True,
     ),
+    Case("A*-PO, accumulated", "A2PO", {"max_completion_length": 9, "gradient_accumulation_steps": 2}),
     Case("FSDP2, ORPO, accumulated", "ORPO", {"gradient_accumulation_steps": 2}, fsdp=True),
     Case("FSDP2, CPO, LoRA, checkpointed", "CPO", {**CHECKPOINTED, "learning_rate": 1e-2}, lora=True, fsdp=True),
     Case("FSDP2, TPO", "TPO", fsdp=True),
@@ -50,7 +51,7 @@ def without_ring(ranks: Ranks, case: Case, mesh: Mesh) -> Outcome:
 def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     want = without_ring(ranks, case, mesh)
     outcomes = ranks(mesh.size).run(trained, case, mesh)
-    numbers = set() if case.name == "GKD" else {"logps/rejected", "rewards/margins"}
+    numbers = {"GKD": set[str](), "A2PO": {"reward", "v_star"}}.get(case.name, {"logps/rejected", "rewards/margins"})
     assert {"loss", "grad_norm", *numbers} < want.steps[0].keys()
     assert case.name == "OnlineDPO" or {"eval_loss", *(f"eval_{one}" for one in numbers)} < want.evaluation.keys()
     # TRL logs each process's own rows there.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trl.experimental.bema_for_ref_model import DPOTrainer as BemaDPOTrainer
 
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_equal_in_float64, assert_rings_learn_alike
 from tests.helpers.jobs.in_float64 import preferences_trained
@@ -132,6 +133,13 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh, folder: Path) -> None:
 @pytest.mark.turns
 def test_training_in_a_ring_is_training_in_one_process(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     compare(ranks, case, Mesh(cp=2), tmp_path)
+
+
+def test_the_trainer_that_tells_callbacks_its_reference_is_one_too(ranks: Ranks) -> None:
+    """TRL has it for BEMA's callback. It was refused by its module, though its loss is DPOTrainer's."""
+    case = Case("", {"gradient_accumulation_steps": 2})
+    (want,) = ranks(1).run(trained, case, Mesh(), "", True, BemaDPOTrainer)
+    assert_rings_learn_alike(ranks(2).run(trained, case, Mesh(cp=2), "", True, BemaDPOTrainer), want, Mesh(cp=2), STEPS)
 
 
 @pytest.mark.parametrize("case", [CASES[5], CASES_OF_KTO[3]], ids=lambda case: case.why)

@@ -39,6 +39,10 @@ RUNS = [
     ),
     Run(why="predict without labels", steps=0, evaluated=FIVE, predicts="unlabelled"),
     Run(
+        why="labels that the trainer does not know, so that the model's loss is a prediction", steps=0, evaluated=FIVE,
+        metrics="logits", arguments={"label_names": []},
+    ),
+    Run(
         why="metrics while training", steps=6, evaluated=FIVE, metrics="logits", predicts="labelled",
         arguments={"eval_steps": 3},
     ),
