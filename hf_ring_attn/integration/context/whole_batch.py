@@ -33,7 +33,8 @@ KERNEL_HINTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 FEATURES = re.compile(
     "pixel_values|input_features|input_values|image_patches|flattened_patches|audio_input_ids|mm_encoder_outputs"
 )
-"""Inputs of images and sound; a batch with any is sharded at the text model's input: see `multimodal`."""
+"""Inputs of images and sound; a batch with any is sharded at the text model's input: see `multimodal`. So are positions
+by time, height and width."""
 DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
 """Inputs that are read here, so they must be tensors with values."""
 OF_HEADS = ("labels", "start_positions", "end_positions")
@@ -149,7 +150,7 @@ def read_batch(
             "the batch holds images or sound, and the model classifies: its rows cannot be sharded yet. Train it on "
             "text, or without a ring."
         )
-    if late or head or featured:
+    if late or head or featured or _has_axes(inputs.get("position_ids"), rows, length):
         text = text_positions(inputs.get("position_ids"))
         counted = torch.arange(length, device="cpu")[None] if text is None else text
         _check_hints(batch, lambda: mask_facts(layout, rows, counted, attention_mask), rows, length)
@@ -179,6 +180,15 @@ def read_batch(
     arranged, facts = _arranged(facts, layout, config)
     largest = max(0, length - 1) if on_cpu is None else int(on_cpu.max()) if length else 0
     return WholeBatch(inputs, per_token, arranged, facts, largest, items, rows)
+
+
+def _has_axes(position_ids: Any, rows: int, length: int) -> bool:
+    """Returns True for positions [3, B, S] or [4, B, S] by time, height and width, which a text model inside takes.
+
+    Programs make them of rows without images, too, where the model's own layers of images are not asked.
+    """
+    shape = tuple(position_ids.shape) if isinstance(position_ids, Tensor) else ()
+    return len(shape) == 3 and shape[0] in (3, 4) and shape[1] in (1, rows) and shape[2] == length
 
 
 def _check_tensors(inputs: Mapping[str, Any], rows: int, length: int) -> None:

@@ -41,7 +41,8 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     if context.whole_head and whole_heads.body_of(model) is None:
         yield "its batch was sharded for the head of another model, which gets whole rows"
     elif context.text is not None and not context.whole_head and inner_text_model(model) is None:
-        yield "its batch holds images or sound, but it has no inner text model that could take a part of the row"
+        what = "images, sound or position_ids [3, B, S]"
+        yield f"its batch holds {what}, but it has no inner text model that could take a part of the row"
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:

@@ -169,9 +169,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "the batch holds ignore_index=0, but a ring marks padding, and the labels that it does not count, with -100. "
         "Give ignored labels that value, labels.masked_fill(labels == 0, -100), and leave ignore_index out.",
     ),
-    "positions of images": (
-        {"input_ids": IDS, "position_ids": torch.zeros(3, 2, 8)},
-        "position_ids has shape (3, 2, 8), but it must be [2, 8].",
+    "positions of other rows": (
+        {"input_ids": IDS, "position_ids": torch.zeros(3, 2, 9)},
+        "position_ids has shape (3, 2, 9), but it must be [2, 8].",
     ),
     "a mask that numbers documents": (
         {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2, 3, 3]] * 2)},
