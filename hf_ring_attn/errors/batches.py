@@ -329,7 +329,8 @@ class UnsupportedTrainer(Refused):
         super().__init__(
             f"{trainer} is not supported in a ring yet: its loss compares whole sequences, or models, and a rank holds "
             "a part of each sequence. Use it without a ring (cp_size=1). In a ring use transformers.Trainer or TRL's "
-            "trainers for SFT, DPO, KTO, ORPO, CPO, TPO, online DPO, rewards, GRPO, RLOO, distillation and GKD."
+            "trainers for SFT, DPO, KTO, ORPO, CPO, TPO, online DPO, A*-PO, rewards, GRPO, GMPO, RLOO, distillation, "
+            "GKD."
         )
 
 
