@@ -27,6 +27,8 @@ from .numbers import (
 )
 
 QLORA = "2026-11-24-qlora"
+OWN_RUNS = "2026-11-30-recipes-two-gpus"
+"""Recipes by their own run.sh."""
 
 
 class Measured(NamedTuple):
@@ -40,11 +42,15 @@ class Measured(NamedTuple):
     name: str
 
 
-LLAMA, QWEN, LARGE = "Llama 3.1 8B", "Qwen3 32B", "Llama 3.1 70B"
+LLAMA, SMALL_QWEN, QWEN, LARGE = "Llama 3.1 8B", "Qwen3 8B", "Qwen3 32B", "Llama 3.1 70B"
 RUNS = {
     "lora-128k": [
+        Measured("131,072", "2 x H200", LLAMA, "this recipe by its run.sh", OWN_RUNS, "lora_128k"),
         Measured("131,072", "2 x H200", LLAMA, "LoRA, `save_attention`", LOSS, "chunked_128K"),
         Measured("131,072", "4 x H200", LLAMA, "LoRA, `save_attention`", FOUR, "s128_saved"),
+    ],
+    "packed-chat": [
+        Measured("32,768", "2 x H200", SMALL_QWEN, "this recipe by its run.sh, short conversations", OWN_RUNS, "packed_chat"),
     ],
     "lora-1m": [
         Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
@@ -84,7 +90,6 @@ TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
     "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "full-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
-    "packed-chat": f"{MISSING}. {TOY_ONLY} No step with packed rows was measured on GPUs.",
     "extend-context": f"{MISSING} of Qwen3-8B. {TOY_ONLY} A small model was trained on one GPU: its losses are below.",
     "qlora-32b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
     "qlora-70b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,7 +110,7 @@ def test_rows_of_several_texts_have_no_positions() -> None:
 def test_without_matplotlib_no_plot_is_a_line_and_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not plots.draw(tmp_path / "a.svg", lambda axes: None)
     assert capsys.readouterr().out.startswith("no plot a.svg") and not list(tmp_path.iterdir())
 
@@ -123,3 +125,21 @@ def test_tables_and_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     evaluate.plot(results, {"before": results}, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"loss.svg", "needles.svg"}
+
+
+def test_a_plot_makes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With matplotlib, and without a folder `data`, each recipe ended before its first step."""
+
+    class Figure:
+        def __init__(self, **_options: Any) -> None:
+            pass
+
+        def add_subplot(self) -> None:
+            return None
+
+        def savefig(self, path: Path) -> None:
+            path.write_text("a plot")
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", SimpleNamespace(Figure=Figure))
+    assert plots.draw(tmp_path / "data" / "rows.svg", lambda _axes: None)
+    assert (tmp_path / "data" / "rows.svg").read_text() == "a plot"

@@ -56,7 +56,7 @@ def test_every_recipe_has_a_page_and_no_part_is_left_over() -> None:
 def test_a_table_has_the_numbers_of_its_rows() -> None:
     folder, name = numbers.LOSS, "chunked_128K"
     found = numbers.step(folder, name)
-    line = next(line for line in recipes.part("lora-128k").splitlines() if "2 x H200" in line)
+    line = next(line for line in recipes.part("lora-128k").splitlines() if folder in line)
     for value in (
         f"{found['seconds_per_step']:.1f}",
         f"{max(found['peak_memory_GiB']):.1f}",
