@@ -19,11 +19,11 @@ from tests.helpers.models.tiny_models import tiny
 
 
 class Mixing(nn.Module):
-    """A convolution over neighbouring tokens, around a layer's MLP."""
+    """A convolution over far tokens, around a layer's MLP: which the self-check might not see."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.conv = inner, nn.Conv1d(32, 32, 3, padding=1)
+        self.inner, self.conv = inner, nn.Conv1d(32, 32, 3, padding=40, dilation=40)
 
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.inner(x) + self.conv(x.transpose(1, 2)).transpose(1, 2)
