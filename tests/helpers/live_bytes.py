@@ -43,18 +43,23 @@ class Ledger(TorchDispatchMode):
 
 
 class Largest(TorchDispatchMode):
-    """Finds the most values of any tensor that an operation makes."""
+    """Finds the most values of any tensor that an operation makes.
 
-    def __init__(self) -> None:
+    Args:
+        size: of one of its dimensions; None: any tensor, also DDP's flat copy of all gradients.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.values: int = 0
+        self.size, self.values = size, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = (x for x in tree_leaves(result) if isinstance(x, Tensor) and x.device.type != "meta")
-        self.values = max([self.values, *(x.numel() for x in made if x.untyped_storage().data_ptr())])
+        asked = (x for x in made if self.size is None or self.size in x.shape)
+        self.values = max([self.values, *(x.numel() for x in asked if x.untyped_storage().data_ptr())])
         return result
 
 

@@ -1,15 +1,19 @@
-"""What ranks run to see how large the tensors of an evaluation are."""
+"""What ranks run to see how large the tensors of an evaluation, and of a training step, are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+from transformers import TrainerCallback
 from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 
+import hf_ring_attn
+from hf_ring_attn import RingConfig
+from hf_ring_attn.config import Loss
 from hf_ring_attn.integration.losses import lazy_logits
 from tests.helpers.jobs import sft_jobs, trl_runs
 from tests.helpers.jobs.runs import Mesh, Rows, Run
@@ -42,6 +46,50 @@ def most_values(host: str, metrics: bool, only_loss: bool | None) -> tuple[int, 
         with Largest() as largest:
             trainer.evaluate()
         return largest.values, ROWS * TOKENS // 2 * trainer.model.config.vocab_size
+
+
+class _SecondStep(TrainerCallback):
+    """Finds the largest tensor of the second forward and backward.
+
+    Before the first ones the self-check has logits of its short row.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self.largest, self.saw = Largest(vocabulary), False
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.largest.__enter__()
+
+    def on_pre_optimizer_step(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.largest.__exit__(None, None, None)
+            self.saw = True
+
+
+def most_values_of_a_step(host: str, loss: Loss, options: dict[str, Any], short: bool = True) -> tuple[int, int]:
+    """The most values of any tensor of a training step with the vocabulary, and how many all logits of a rank have.
+
+    Args:
+        host: "Trainer" or "SFTTrainer". options: of `Run` or `sft_jobs.Case`. short: a chunk has a few tokens, not all.
+    """
+    chunks = short_chunks() if short else nullcontext()
+    with launched(Mesh(cp=2), **trl_runs.OFFLINE), a_folder(None) as folder, trl_runs.quiet(), chunks:
+        trainer: Any
+        if host == "Trainer":
+            run = Run(why="", steps=2, rows=Rows(length=TOKENS), **options)
+            trainer = trainer_of(run, Mesh(cp=2), folder)
+        else:
+            rows = sft_jobs.rows("text", 1).from_list([{"text": "x" * (TOKENS - 1)}] * 2 * ROWS)
+            case = sft_jobs.Case("", **options).with_args(max_steps=2)
+            trainer = sft_jobs.trainer(case, folder, "ring_fp32", train_dataset=rows)
+        hf_ring_attn.configure(trainer.model, RingConfig(loss=loss))
+        vocabulary = trainer.model.config.vocab_size
+        seen = _SecondStep(vocabulary)
+        trainer.add_callback(seen)
+        trainer.train()
+        assert seen.saw, "no second step"
+        return seen.largest.values, ROWS * TOKENS // 2 * vocabulary
 
 
 @contextmanager
