@@ -55,13 +55,14 @@ class _SecondStep(TrainerCallback):
     """
 
     def __init__(self, vocabulary: int) -> None:
-        self.largest, self.saw = Largest(vocabulary), False
+        self.largest: Any = Largest(vocabulary)
+        self.saw = False
 
-    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1:
             self.largest.__enter__()
 
-    def on_pre_optimizer_step(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1:
             self.largest.__exit__(None, None, None)
             self.saw = True
