@@ -35,6 +35,15 @@ NOT_AVERAGED = (
     "over a mesh that holds all ranks of the ring"
 )
 
+NOT_BY_ALL = (
+    "its weights are DTensors, which DDP cannot wrap, and nothing averages the gradient of {} over all processes: call "
+    "fully_shard on the whole model, over a mesh of all processes, or on none of it"
+)
+OTHER_ROWS = (
+    "accelerate gives each ring other rows, and ranks of tensor parallelism need the same: use a loop without "
+    "accelerate, or load the model without tp_plan and tp_size"
+)
+
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
     """Yields the wrappers in a model, or around this call, that are not exact."""
@@ -89,6 +98,24 @@ def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:
     trained = {id(x): name for name, x in model.named_parameters() if x.requires_grad and introspect.is_dtensor(x)}
     names = [name for number, name in trained.items() if number not in averaged]
     yield from (NOT_AVERAGED.format(name) for name in names[:1])
+
+
+def not_averaged_by_all(model: nn.Module, ring: Ring) -> Iterator[str]:
+    """Yields the reason against a model whose gradients are not averaged over all processes without DDP.
+
+    Those of bare weights are averaged over their ring.
+    """
+    if any(map(is_split, model.modules())):
+        yield OTHER_ROWS
+        return
+    every = Ring.of(None).ranks()
+    has_one_ring = every <= ring.ranks()
+    meshes = {id(x): set(x.device_mesh.mesh.flatten().tolist()) for x, _ in _sharded_by_fsdp(model.modules())}
+    trained = ((name, x) for name, x in model.named_parameters() if x.requires_grad)
+    for name, x in trained:
+        if not (every <= meshes.get(id(x), set()) or (has_one_ring and not introspect.is_dtensor(x))):
+            yield NOT_BY_ALL.format(name)
+            return
 
 
 def sharding_of(model: nn.Module) -> tuple[Ring, ...]:

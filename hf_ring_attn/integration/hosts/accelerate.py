@@ -21,7 +21,7 @@ from ...comm.groups import any_ring
 from ...comm.ring import Ring, set_timeout
 from ..context import introspect, model_record
 from ..context.introspect import uses_ring
-from ..context.mesh import RING, ring_enabled
+from ..context.mesh import RING, find_ring, ring_enabled
 from ..gradients import fsdp, weight_parts
 from ..log import warn
 from ..model import liger, quantized
@@ -111,8 +111,40 @@ def _state_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @around
+def _prepare_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Patches `prepare_model`, which `prepare` calls, too: DDP cannot wrap a model that FSDP2 shards already."""
+    model, _, evaluates = (*args, *(None,) * 3)[:3]
+    model = kwargs.get("model", model)
+    decide_by_models(self, model)
+    if not kwargs.get("evaluation_mode", evaluates) and _lacks_no_wrapper(self, model):
+        args, kwargs["evaluation_mode"] = args[:2], True
+    return _prepared(original, self, *args, **kwargs)
+
+
+def _lacks_no_wrapper(accelerator: Any, model: nn.Module) -> bool:
+    """Returns True for a model whose weights are DTensors and whose gradients all processes average without DDP.
+
+    Raises:
+        UnsupportedModel: some weights' gradients they do not.
+    """
+    if not (ring_enabled(accelerator.parallelism_config) and uses_ring(model)) or accelerator.is_fsdp2:
+        return False
+    if not any(map(introspect.is_dtensor, model.parameters())):
+        return False
+    if reasons := [
+        *weight_parts.not_averaged_by_all(model, find_ring(accelerator.torch_device_mesh["cp"].get_group()))
+    ]:
+        raise errors.UnsupportedModel(introspect.name_of(model), reasons)
+    return True
+
+
+@around
 def _prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Patches `prepare` and `prepare_model`; a program may call either."""
+    return _prepared(original, self, *args, **kwargs)
+
+
+def _prepared(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `prepare` or `prepare_model`; a program may call either."""
     decide_by_models(self, *args, *kwargs.values())
     if not ring_enabled(self.parallelism_config):
         return original(self, *args, **kwargs)
@@ -216,7 +248,7 @@ PATCHES = (
     *streams.PATCHES,
     Patch("accelerate.state:AcceleratorState.__init__", _STATE, _state_init),
     Patch(_ACCELERATOR + "prepare", "(self, *args, device_placement=)", _prepare),
-    Patch(_ACCELERATOR + "prepare_model", "(self, model, device_placement=, evaluation_mode=)", _prepare),
+    Patch(_ACCELERATOR + "prepare_model", "(self, model, device_placement=, evaluation_mode=)", _prepare_model),
     Patch(_ACCELERATOR + "prepare_data_loader", _LOADER, _prepare_data_loader),
     Patch(_ACCELERATOR + "maybe_context_parallel", _BUFFERS, _maybe_context_parallel),
     Patch("accelerate.utils.memory:should_reduce_batch_size", "(exception)", _should_reduce_batch_size),

@@ -196,9 +196,10 @@ class _Calls:
         self.whole_count = (count, labels) if count is not None and times == 1 else None
         if self.whole_count and _adds_up(module):
             raise errors.UnclearCount(count, labels, sharded.ring.size, _SEVERAL)
+        known = {*_before_all(), *module._forward_pre_hooks}
         sharded.__enter__()
         self.running = module, sharded
-        return (), {**named, **sharded.inputs}
+        return _call_added(module, known, {**named, **sharded.inputs})
 
     def after(self, module: nn.Module, _args: Any, output: Any) -> None:
         if self.running is not None and self.running[0] is module:
@@ -233,6 +234,21 @@ class _Calls:
         scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
         if float(gradient) * accelerator.gradient_accumulation_steps / scale == accelerator.num_processes:
             raise errors.UnclearCount(count, labels, size, _MULTIPLIED)
+
+
+def _before_all() -> dict[int, Any]:
+    return torch.nn.modules.module._global_forward_pre_hooks
+
+
+def _call_added(module: nn.Module, known: Collection[int], given: dict[str, Any]) -> Arguments:
+    """Calls the hooks that are new before a module, whose call runs already: torch would begin with the next call."""
+    args: tuple[Any, ...] = ()
+    for number, hook in [*_before_all().items(), *module._forward_pre_hooks.items()]:
+        if number not in known and number in module._forward_pre_hooks_with_kwargs:
+            args, given = hook(module, args, given) or (args, given)
+        elif number not in known:
+            hook(module, args)
+    return args, given
 
 
 _SEVERAL = "this step adds up several batches"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_ring_attn
+from hf_ring_attn.comm.ring import Ring
 from tests.helpers.jobs.plain_jobs import gradients_of, tokens
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, loaded_by_ranks, numbers, trainer_of
@@ -80,6 +82,35 @@ def in_rings(parts: Parts) -> tuple[Tensor, dict[str, Tensor]]:
     return sharded.reduce(loss), whole_ones
 
 
+def in_accelerate_s_loop(parts: Parts, interface: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same in a loop that gives the split model to `Accelerator.prepare`.
+
+    Args:
+        interface: by which it shards a batch: "shard" or "maybe_context_parallel".
+    """
+    replicas = parts.world // parts.ring
+    with launched(Mesh(dp=replicas, cp=parts.ring)):
+        accelerator: Any = Accelerator()
+        mesh = init_device_mesh("cpu", (replicas, parts.ring), mesh_dim_names=("across", "ring"))
+        model: Any = tiny(parts.model, "ring_fp32", **parts.config)
+        if parts.loaded is not None:
+            model = loaded_by_ranks(model, distributed_config=distributed(**parts.loaded))
+        model = parts.make(model.train(), mesh["ring"], mesh["across"])
+        prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        batch = tokens(24, seed=mesh["across"].get_local_rank())
+        if interface == "shard":
+            sharded = hf_ring_attn.shard(batch)
+            with sharded:
+                loss = prepared(**sharded.inputs).loss
+        else:
+            buffers = list(batch.values())
+            with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
+                loss = prepared(**batch).loss
+        accelerator.backward(loss)
+        found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in gradients_of(model).items()}
+        return Ring.of(mesh["ring"].get_group()).mean(loss.detach()), found
+
+
 def alone(parts: Parts) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The loss of each replica's rows in this process, and the gradients of their mean."""
     model: Any = tiny(parts.model, None, **parts.config).train()
@@ -109,12 +140,26 @@ def by_heads(model: Any, _ring: Any, across: Any) -> Any:
     return model
 
 
+def by_fsdp2(model: Any, _ring: Any, _across: Any) -> Any:
+    return _sharded(model, None)
+
+
+def layers_by_fsdp2(model: Any, _ring: Any, _across: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return model
+
+
 def by_heads_and_fsdp2(model: Any, ring: Any, across: Any) -> Any:
     return _sharded(by_heads(model, ring, across), ring)
 
 
 def over_replicas_by_fsdp2(model: Any, _ring: Any, across: Any) -> Any:
     return _sharded(model, across)
+
+
+def over_rings_by_fsdp2(model: Any, ring: Any, _across: Any) -> Any:
+    return _sharded(model, ring)
 
 
 def over_replicas_by_ddp(model: Any, _ring: Any, across: Any) -> Any:

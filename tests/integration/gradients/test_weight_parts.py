@@ -48,6 +48,41 @@ def test_parts_train_as_one_process(ranks: Ranks, parts: Parts) -> None:
             assert relative_error(gradients[name], gradient) < BOUND, name
 
 
+PREPARED = [
+    Parts(why="shards that transformers loaded", loaded={"fsdp_size": 2}, world=2),
+    Parts(why="shards over two rings", make=jobs.by_fsdp2),
+    Parts(why="some layers", make=jobs.layers_by_fsdp2, world=2),
+]
+
+
+@pytest.mark.parametrize("interface", ["shard", "maybe_context_parallel"])
+@pytest.mark.parametrize("parts", PREPARED, ids=lambda parts: parts.why)
+def test_accelerate_prepares_a_model_that_fsdp2_shards(ranks: Ranks, parts: Parts, interface: str) -> None:
+    """It wrapped the model in DDP, and torch ended with words about DTensors, as it does without a ring."""
+    losses, want = jobs.alone(parts)
+    for rank, (loss, gradients) in enumerate(ranks(parts.world).run(jobs.in_accelerate_s_loop, parts, interface)):
+        assert relative_error(loss, losses[rank // parts.ring]) < BOUND
+        for name, gradient in want.items():
+            assert relative_error(gradients[name], gradient) < BOUND, name
+
+
+NOT_BY_ALL = "nothing averages the gradient of {} over all processes: call fully_shard on the whole model"
+LEFT_OUT = [
+    (Parts(why="some layers of two rings", make=jobs.layers_by_fsdp2), NOT_BY_ALL.format("model.embed_tokens.weight")),
+    (Parts(why="over each ring", make=jobs.over_rings_by_fsdp2), NOT_BY_ALL.format("model.embed_tokens.weight")),
+    (Parts(why="a weight by hand", make=jobs.by_hand, world=2),
+     NOT_BY_ALL.format("model.layers.0.mlp.down_proj.weight")),
+    (Parts(why="heads", make=jobs.by_heads_and_fsdp2), "accelerate gives each ring other rows, and ranks of tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parts", "text"), LEFT_OUT, ids=lambda x: x.why if isinstance(x, Parts) else "")
+def test_accelerate_prepares_no_model_that_it_would_not_average(ranks: Ranks, parts: Parts, text: str) -> None:
+    for raised in ranks(parts.world).run(attempt, jobs.in_accelerate_s_loop, parts, "shard"):
+        assert raised is not None and raised[0] == "UnsupportedModel" and text in raised[1], raised
+        assert len(raised[1].split()) <= 60
+
+
 NOT_AVERAGED = "is a DTensor of which nothing averages the gradient over the ring: call fully_shard on the model"
 SAME_TOKENS = "tensor parallelism needs the same tokens on its ranks, and these are ranks of one ring"
 REFUSED = [
