@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,11 @@ PIPELINE = "pipeline parallelism gives each rank other layers: load the model wi
 SAME_TOKENS = (
     "tensor parallelism needs the same tokens on its ranks, and these are ranks of one ring: give shard() a group "
     "across them, or load the model without tp_plan and tp_size, and use FSDP2 or DDP"
+)
+DISTRIBUTED = (
+    "torch's distribute_module, or parallelize_module, split its {} over ranks of one ring, which hold other tokens: "
+    "split it over ranks of different rings, load experts by DistributedConfig(fsdp_size=N, ep_size=N), or use FSDP2 "
+    "or DDP alone"
 )
 NOT_AVERAGED = (
     "its weight {} is a DTensor of which nothing averages the gradient over the ring: call fully_shard on the model, "
@@ -62,26 +68,31 @@ def untested(given: Iterable[nn.Module] = (), ring: Ring | None = None) -> Itera
     if any("_pp_stage" in module.__dict__ for module in modules):
         yield PIPELINE
     split = [module for module in modules if is_split(module)]
-    if split and (ring is None or any(len(ranks & ring.ranks()) > 1 for ranks in _ranks_of_parts(split, modules))):
-        yield SAME_TOKENS
+    if ring is not None:
+        split = [module for module, ranks in _ranks_of_parts(split, modules) if len(ranks & ring.ranks()) > 1]
+    reasons = (DISTRIBUTED.format(introspect.class_of(x)) if _is_distributed(x) else SAME_TOKENS for x in split)
+    yield from islice(reasons, 1)
 
 
 def is_split(module: nn.Module) -> bool:
     """Returns True for a model that transformers loaded in parts, and for a module of torch's `parallelize_module`."""
-    own = module.__dict__
-    return (own.get("_tp_size") or 1) > 1 or "_distribute_module_applied" in own
+    return (module.__dict__.get("_tp_size") or 1) > 1 or _is_distributed(module)
 
 
-def _ranks_of_parts(split: Iterable[nn.Module], modules: Iterable[nn.Module]) -> Iterator[set[int]]:
+def _is_distributed(module: nn.Module) -> bool:
+    return "_distribute_module_applied" in module.__dict__
+
+
+def _ranks_of_parts(split: Iterable[nn.Module], modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, set[int]]]:
     """Yields the ranks that hold parts of the weights of ``split`` in a forward, when FSDP2 has gathered its own."""
     axes_of_fsdp = {id(x): axes for x, axes in _sharded_by_fsdp(modules)}  # the first ones
     for module in split:
         meshes = [(x.device_mesh, axes_of_fsdp.get(id(x), 0)) for x in _dtensors(module.parameters(recurse=False))]
-        if "_distribute_module_applied" not in module.__dict__:  # transformers' model
+        if not _is_distributed(module):  # transformers' model
             mesh: Any = module.__dict__["_device_mesh"]
             meshes = [(mesh["tp"] if mesh.ndim > 1 else mesh, 0)]
         for mesh, first in meshes:
-            yield from (Ring.of(mesh.get_group(axis)).ranks() for axis in range(first, mesh.ndim))
+            yield from ((module, Ring.of(mesh.get_group(axis)).ranks()) for axis in range(first, mesh.ndim))
 
 
 def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:

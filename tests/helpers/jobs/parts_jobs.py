@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -137,6 +137,18 @@ def by_heads(model: Any, _ring: Any, across: Any) -> Any:
             plan = {name: ColwiseParallel() for name in names if hasattr(part, name)}
             last = "o_proj" if hasattr(part, "o_proj") else "down_proj"
             parallelize_module(part, across, {**plan, last: RowwiseParallel()})
+    return model
+
+
+def experts_by_torch(model: Any, ring: Any, _across: Any) -> Any:
+    """Torch's way to expert parallelism, as torchtitan has it: each rank holds some experts, and gets their tokens."""
+
+    def shard_experts(_name: str, module: nn.Module, mesh: Any) -> None:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
+
+    for layer in model.model.layers:
+        distribute_module(layer.mlp.experts, ring, shard_experts)
     return model
 
 

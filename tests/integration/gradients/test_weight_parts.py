@@ -91,8 +91,10 @@ REFUSED = [
     (Parts(why="a weight by hand", make=jobs.by_hand, world=2), f"down_proj.weight {NOT_AVERAGED}"),
     (Parts(why="heads in a ring", loaded={"tp_size": 2}, world=2), SAME_TOKENS),
     (Parts(why="heads in a ring beside FSDP2", loaded={"fsdp_size": 2, "tp_size": 2}), SAME_TOKENS),
+    (Parts(why="experts in a ring, by torch", model="mixtral", make=jobs.experts_by_torch, world=2),
+     "torch's distribute_module, or parallelize_module, split its MixtralExperts over ranks of one ring"),
     (Parts(why="layers", loaded={"pp_size": 2}, world=2), "pipeline parallelism gives each rank other layers"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("parts", "text"), REFUSED, ids=lambda x: x.why if isinstance(x, Parts) else "")
@@ -101,6 +103,7 @@ def test_parts_that_would_differ_are_refused(ranks: Ranks, parts: Parts, text: s
         assert raised is not None, "not refused"
         assert raised[0] == "UnsupportedModel" and text in raised[1], raised
         assert raised[1].count(";") == 0, "one reason is enough"
+        assert len(raised[1].split()) <= 60
 
 
 RUN = Run(why="", steps=3)

@@ -133,7 +133,7 @@ FORWARDS = [
     ),
     Forward(
         why="tensor parallelism by torch", change=jobs.split_by_torch,
-        text="tensor parallelism needs the same tokens on its ranks",
+        text="torch's distribute_module, or parallelize_module, split its Linear over ranks of one ring",
     ),
     Forward(
         why="a weight on disk", change=jobs.with_a_layer_on_disk,
