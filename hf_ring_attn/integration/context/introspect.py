@@ -212,6 +212,24 @@ def is_dtensor(x: Any) -> bool:
     return type(x).__name__ == "DTensor"
 
 
+def local_of(x: Any) -> Any:
+    """This rank's part of a tensor, in the same memory."""
+    return x._local_tensor if is_dtensor(x) else x
+
+
+def split_across(weights: Iterable[Any], ranks: set[int]) -> set[int]:
+    """The identities of DTensors that no other of ``ranks``, those of a ring, has a part or a replica of."""
+    alone: dict[int, bool] = {}
+    found = set[int]()
+    for x in filter(is_dtensor, weights):
+        mesh = x.device_mesh
+        if id(mesh) not in alone:
+            alone[id(mesh)] = len(ranks.intersection(mesh.mesh.flatten().tolist())) == 1
+        if alone[id(mesh)]:
+            found.add(id(x))
+    return found
+
+
 def uses_interface(model: nn.Module) -> bool:
     """Returns True if the file of any transformers model in ``model`` refers to the attention interface."""
     files = {file_of(module) for module in model.modules() if "config" in module.__dict__}

@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ... import errors
 from ...comm.ring import Ring
+from ..context.introspect import local_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def _average_captured(weights: Iterable[Any], ring: Ring) -> None:
     def average_all() -> None:
         for handle in handles:
             handle.remove()
-        mine = [found[index].detach() if index in found else torch.zeros_like(x) for index, x in enumerate(asked)]
+        own = [found[index].detach() if index in found else torch.zeros_like(x) for index, x in enumerate(asked)]
+        mine = list(map(local_of, own))
         had = torch.tensor([float(index in found) for index in range(len(asked))], device=asked[0].device)
         *averaged, share = ring.means([*mine, had])
         if bool((share != share.round()).any()):
@@ -140,7 +142,7 @@ def _average(weights: list[Any], ring: Ring) -> None:
     if not weights:
         return
     # A rank without a gradient (of an unused expert) still takes part in the sum.
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in weights]
+    gradients = [local_of(torch.zeros_like(x) if x.grad is None else x.grad) for x in weights]
     lacking = [index for index, x in enumerate(weights) if x.grad is None]
     had = torch.tensor([float(x.grad is not None) for x in weights], device=weights[0].device)
     *averaged, had = ring.means([*gradients, had])
@@ -148,6 +150,7 @@ def _average(weights: list[Any], ring: Ring) -> None:
     nowhere = {index for index in lacking if not everywhere[index]}
     for index, (weight, mean) in enumerate(zip(weights, averaged, strict=True)):
         if weight.grad is not None:
-            weight.grad.detach().copy_(mean)  # DDP may hold its memory
+            local_of(weight.grad).detach().copy_(mean)  # DDP may hold its memory
         elif index not in nowhere:
-            weight.grad = mean
+            weight.grad = torch.zeros_like(weight)
+            local_of(weight.grad).copy_(mean)

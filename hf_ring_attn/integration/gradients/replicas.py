@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_ddp, is_dtensor, is_unit, may_train, name_of, unwrapped
+from ..context.introspect import is_ddp, is_dtensor, is_unit, local_of, may_train, name_of, split_across, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
 from ..patching.changes import at_uninstall
@@ -68,7 +68,8 @@ def bare_of(trained: list[Any], model: nn.Module, ring: Ring) -> list[Any]:
         return trained
     if not (AVERAGING - PARTS).isdisjoint(around) or PARTS.isdisjoint(inside):
         return []
-    trained = [x for x in trained if not is_dtensor(x)]
+    across = split_across(trained, ring.ranks())
+    trained = [x for x in trained if not is_dtensor(x) or id(x) in across]
     if not trained:  # all are sharded, as before each forward of a model that FSDP2 wraps
         return []
     combined: set[int] = set()
@@ -133,8 +134,9 @@ class _Gradient:
         gradient, version, before = self.left
         if weight.grad is gradient and gradient._version == version:
             return None
-        before = before.double()
-        return ((weight.grad.double() * before).sum() / before.square().sum()).float()
+        before, now = local_of(before).double(), local_of(weight.grad).double()
+        found: Tensor = ((now * before).sum() / before.square().sum()).float()
+        return found
 
 
 _GRADIENTS = WeakIdKeyDictionary()
@@ -156,7 +158,9 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
     ring = context.ring
     versions: Any = context.state(_Versions)
     weights = [model] if isinstance(model, Tensor) else model.parameters()
-    trained = [x for x in weights if x.requires_grad and not is_dtensor(x)]
+    weights = [x for x in weights if x.requires_grad]
+    across = split_across(weights, ring.ranks())
+    trained = [x for x in weights if not is_dtensor(x) or id(x) in across]
     if not trained:
         return
     refusal: errors.Refused | None = None
@@ -252,7 +256,9 @@ def compare(model: nn.Module, context: BatchContext) -> None:
         here = next((x.device for x in trained.values() if not x.is_meta), torch.device("cpu"))
         device, doing = ring.small_device(here), "compared the weights that train"
         ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS, refusal, doing=doing)
-        ring.agree({f"weights of {name}": x for name, x in trained.items()}, device, SAME_WEIGHTS, doing=doing)
+        ring.agree(
+            {f"weights of {name}": local_of(x) for name, x in trained.items()}, device, SAME_WEIGHTS, doing=doing
+        )
     latest_record(model).state(_Compared).add(case)
 
 

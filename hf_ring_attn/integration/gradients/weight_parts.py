@@ -104,10 +104,11 @@ def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:
     ring = context.ring
     if ring.size == 1 or "DTensor" not in latest_record(model).classes or not introspect.may_train(model):
         return
-    sharded = _sharded_by_fsdp(model.modules())
+    sharded = [*_sharded_by_fsdp(model.modules())]
     averaged = {id(x) for x, axes in sharded if not axes or ring.ranks() <= set(x.device_mesh.mesh.flatten().tolist())}
     trained = {id(x): name for name, x in model.named_parameters() if x.requires_grad and introspect.is_dtensor(x)}
-    names = [name for number, name in trained.items() if number not in averaged]
+    across = introspect.split_across(model.parameters(), ring.ranks()) - {id(x) for x, _ in sharded}  # see `replicas`
+    names = [name for number, name in trained.items() if number not in averaged | across]
     yield from (NOT_AVERAGED.format(name) for name in names[:1])
 
 

@@ -42,6 +42,7 @@ class Parts:
     Args:
         model: of `tiny_models`. loaded: what DistributedConfig is given; None: all of it is loaded. make: splits it.
         ring: the ring's size. same_rows: ranks across rings have the same rows: they hold other parts of each layer.
+        by_hand: the loop calls `reduce_gradients`, too.
     """
 
     why: str
@@ -51,6 +52,7 @@ class Parts:
     world: int = 4
     ring: int = 2
     same_rows: bool = False
+    by_hand: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +79,8 @@ def in_rings(parts: Parts) -> tuple[Tensor, dict[str, Tensor]]:
     with sharded:
         loss = model(**sharded.inputs).loss
     loss.backward()
+    if parts.by_hand:
+        sharded.reduce_gradients(loaded)
     found = gradients_of(loaded)
     whole_ones = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
     return sharded.reduce(loss), whole_ones

@@ -34,6 +34,9 @@ PARTS = [
     ),
     Parts(why="heads across rings", loaded={"fsdp_size": 2, "tp_size": 2}, same_rows=True),
     Parts(why="heads across rings, by torch", make=jobs.by_heads_and_fsdp2, same_rows=True),
+    Parts(why="heads across rings, nothing sharded", make=jobs.by_heads, same_rows=True),
+    Parts(why="heads and replicas, nothing sharded", loaded={"dp_replicate_size": 2, "tp_size": 2}, same_rows=True),
+    Parts(why="heads across rings, averaged again by hand", make=jobs.by_heads, same_rows=True, by_hand=True),
     Parts(why="DDP over replicas alone", make=jobs.over_replicas_by_ddp),
 ]  # fmt: skip
 
@@ -87,7 +90,6 @@ NOT_AVERAGED = "is a DTensor of which nothing averages the gradient over the rin
 SAME_TOKENS = "tensor parallelism needs the same tokens on its ranks, and these are ranks of one ring"
 REFUSED = [
     (Parts(why="FSDP2 over replicas alone", make=jobs.over_replicas_by_fsdp2), f"embed_tokens.weight {NOT_AVERAGED}"),
-    (Parts(why="heads, without FSDP2", make=jobs.by_heads, same_rows=True), f"q_proj.weight {NOT_AVERAGED}"),
     (Parts(why="a weight by hand", make=jobs.by_hand, world=2), f"down_proj.weight {NOT_AVERAGED}"),
     (Parts(why="heads in a ring", loaded={"tp_size": 2}, world=2), SAME_TOKENS),
     (Parts(why="heads in a ring beside FSDP2", loaded={"fsdp_size": 2, "tp_size": 2}), SAME_TOKENS),
