@@ -198,7 +198,7 @@ class _Called:
         self.model, self.calls, self.place, self.replaced = model, calls, place, model.__dict__.get(place)
         self.__signature__ = inspect.signature(model.forward)
 
-    @uncompiled(_BY_HOST)
+    @uncompiled(_BY_HOST, alone=True)  # it calls the model
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.calls.are_off:
             return self.calls.call(self.model, args, kwargs)

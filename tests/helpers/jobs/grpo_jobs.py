@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import gather, gather_object
 from datasets import Dataset
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import PrinterCallback
 from trl.models import prepare_fsdp
 from trl.trainer.grpo_config import GRPOConfig
@@ -189,6 +190,14 @@ def reinforced(make: Any, table: Callable[[Any], dict[str, float]], case: Any, m
             if getattr(grpo, "ref_model", None) is not None:
                 grpo.ref_model = prepare_fsdp(grpo.ref_model, grpo.accelerator)
         return outcome(grpo, lambda host: {**evaluation(host), **table(host)})
+
+
+def compiled_graphs(case: Case, mesh: Mesh) -> tuple[Outcome, int]:
+    """`trained` with torch_compile, and the number of graphs that it compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    found = trained(case.with_args(torch_compile=True, torch_compile_backend="eager"), mesh)
+    return found, counters["stats"]["unique_graphs"]
 
 
 def table(grpo: Any) -> dict[str, float]:

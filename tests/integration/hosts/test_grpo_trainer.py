@@ -17,6 +17,7 @@ from tests.helpers.jobs.grpo_jobs import (
     AlsoLogits,
     Case,
     OtherTokens,
+    compiled_graphs,
     one_step,
     overridden,
     ratios,
@@ -220,3 +221,20 @@ def test_a_loss_of_other_rows_than_the_batchs(ranks: Ranks, kind: Any) -> None:
 def test_what_would_differ_is_refused(ranks: Ranks, why: str, case: Case, options: dict[str, Any], text: str) -> None:
     for said in ranks(2).run(one_step, case, Mesh(cp=2), **options):
         assert said.startswith(text), said
+
+
+COMPILED = [
+    Case("GRPO", {"max_steps": 1}),
+    pytest.param(Case("RLOO", {**RLOO, "max_steps": 1}, rloo=True), marks=pytest.mark.full),
+    pytest.param(Case("LoRA", {"max_steps": 1}, lora=True), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.why)
+def test_a_compiled_model_is_compiled_in_a_ring_too(ranks: Ranks, case: Case) -> None:
+    """What stood in for the model's calls kept the compiler from all that they called: no graph was made."""
+    want, graphs = ranks(1).run(compiled_graphs, case, Mesh())[0]
+    found = ranks(2).run(compiled_graphs, case, Mesh(cp=2))
+    assert graphs and all(each for _, each in found)
+    assert_rings_learn_alike([outcome for outcome, _ in found], want, Mesh(cp=2), 1)
