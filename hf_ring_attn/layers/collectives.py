@@ -30,8 +30,10 @@ class _GatherSequence(torch.autograd.Function):
     def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None, None, None]:
         if ctx.alike:
             return ctx.layout.shard(ctx.layout.pad(gradient, 1), 1) * ctx.ring.size, None, None, None
-        leaving = ctx.layout.split(ctx.layout.pad(gradient, 1)).to(accumulate_dtype(gradient.dtype))
-        return ctx.ring.reduce_scatter(leaving).to(gradient.dtype), None, None, None
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        leaving = ctx.layout.split(ctx.layout.pad(real, 1)).to(accumulate_dtype(real.dtype))
+        mine = ctx.ring.reduce_scatter(leaving).to(real.dtype)
+        return torch.view_as_complex(mine) if gradient.is_complex() else mine, None, None, None
 
 
 def gather_sequence(x: Tensor, ring: Ring, layout: Layout, alike: bool = False) -> Tensor:

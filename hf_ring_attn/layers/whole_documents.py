@@ -12,41 +12,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .. import errors
 from .collectives import gather_sequence
 from .halo import Piece, RowShare
 
-Compute = Callable[[list[Tensor]], Any]
+Compute = Callable[[list[Tensor], slice], Any]
 
 
-def compute_on_whole_documents(rows: RowShare, tensors: Sequence[Tensor], compute: Compute) -> Any:
+def compute_on_whole_documents(rows: RowShare, tensors: Sequence[Tensor], compute: Compute, name: str) -> Any:
     """Applies ``compute`` to whole documents on every rank.
 
     Args:
         tensors: [B, T, ...] or [1, T, ...] of this rank's tokens.
-        compute: maps these for the n tokens of a document, [b, n, ...], to a tensor [b, n, ...] or to a tuple. What
-            else a tuple holds is returned if each row is one document; else it is None.
+        compute: maps these for the n tokens of a document, [b, n, ...], and its batch rows to a tensor [b, n, ...], or
+            to containers of such. What else they hold is returned if each row is one document; else its use is refused.
+        name: of the layer, for the refusal.
 
     Returns:
         The same with the results of this rank's tokens, [B, T, ...]: zeros in ring padding.
     """
     whole = [gather_sequence(x, rows.ring, rows.layout) for x in tensors]
     pieces = [piece for documents in rows.pieces for piece in documents]
-    found = [compute([_cut(x, piece) for x in whole]) for piece in pieces]
+    found = [tree_flatten(compute([_cut(x, piece) for x in whole], piece.rows)) for piece in pieces]
+    if any(kind != found[0][1] for _, kind in found):
+        raise errors.UnsupportedModel(name, [_OF_DOCUMENTS])
     size = max(len(x) for x in whole)
-    if isinstance(found[0], tuple):
-        return tuple(_joined(rows, pieces, parts, size) for parts in zip(*found, strict=True))
-    return _joined(rows, pieces, found, size)
+    parts = zip(*(leaves for leaves, _ in found), strict=True)
+    return tree_unflatten([_joined(rows, pieces, part, size, name) for part in parts], found[0][1])
 
 
 def _cut(x: Tensor, piece: Piece) -> Tensor:
     return x[piece.rows if len(x) > 1 else slice(None), piece.start : piece.stop]
 
 
-def _joined(rows: RowShare, pieces: Sequence[Piece], parts: Sequence[Any], size: int) -> Any:
+def _joined(rows: RowShare, pieces: Sequence[Piece], parts: Sequence[Any], size: int, name: str) -> Any:
     """This rank's tokens of results, one a piece."""
     if not all(_is_of_tokens(part, piece, size) for part, piece in zip(parts, pieces, strict=True)):
-        return parts[0] if len(parts) == 1 else None
+        return parts[0] if all(_is_same(part, parts[0]) for part in parts[1:]) else _OfDocuments.of(name)
     whole, at = [], 0
     for documents in rows.pieces:
         whole.append(torch.cat(tuple(parts[at : at + len(documents)]), 1))
@@ -57,3 +61,36 @@ def _joined(rows: RowShare, pieces: Sequence[Piece], parts: Sequence[Any], size:
 def _is_of_tokens(x: Any, piece: Piece, size: int) -> bool:
     count = len(range(size)[piece.rows])
     return isinstance(x, Tensor) and x.dim() > 1 and tuple(x.shape[:2]) == (count, piece.stop - piece.start)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b)
+
+
+_OF_DOCUMENTS = (
+    "in packed rows it is called for each document, and its result without tokens (a state, a loss) is another for each"
+)
+
+
+class _OfDocuments(Tensor):
+    """A result that each document of a packed row has for itself, which nobody may use."""
+
+    of_layer: str
+
+    @classmethod
+    def of(cls, name: str) -> _OfDocuments:
+        """Makes one of a layer."""
+        made = torch.Tensor._make_subclass(cls, torch.empty(0))
+        made.of_layer = name
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _HOSTS_ASK:
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        given, _ = tree_flatten((args, kwargs))
+        raise errors.UnsupportedModel(next(x.of_layer for x in given if isinstance(x, cls)), [_OF_DOCUMENTS])
+
+
+_HOSTS_ASK = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
+"""What FSDP2 asks of each output."""

@@ -263,6 +263,7 @@ class BatchContext:
     compiled_masks: CompiledMasks = field(default_factory=CompiledMasks)
     _specs: dict[tuple[MaskExpr, int], MaskSpec] = field(default_factory=dict)
     _states: dict[type, Any] = field(default_factory=dict)
+    _rows: RowShare | None = None
 
     def __post_init__(self) -> None:
         # A tensor without memory: a compiler makes a new graph for each number, but lets sizes vary.
@@ -300,10 +301,16 @@ class BatchContext:
 
     @property
     def row_share(self) -> RowShare | None:
-        """For layers beside attention that look along the row; None where this process computes whole documents."""
+        """For layers beside attention that look along the row; None where this process computes whole documents.
+
+        The same object while the batch does not change: it stands for the batch in a recompute (`whole_layers`).
+        """
         if self.before_text or (self.ring.size == 1 and self.facts.documents is None):
             return None
-        return RowShare(self.ring, self.layout, self.facts.documents, self.facts.rows)
+        found = RowShare(self.ring, self.layout, self.facts.documents, self.facts.rows)
+        if self._rows is None or any(vars(found)[name] is not vars(self._rows)[name] for name in vars(found)):
+            self._rows = found
+        return self._rows
 
     @property
     def whole_head(self) -> bool:

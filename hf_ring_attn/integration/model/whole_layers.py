@@ -10,11 +10,15 @@ import dis
 import functools
 import inspect
 import re
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -26,6 +30,7 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import class_of, inner_text_model, text_modules
 from ..context.tensor_tree import tensors_of
 from ..log import warn
+from ..memory.attributes import Attributes
 from ..patching.compiler import uncompiled
 from ..patching.modules import OwnForward, attach, replace
 from .recurrent_ops import BY_HOST
@@ -36,7 +41,15 @@ STATEFUL = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttentio
 HOLDERS = (PreTrainedModel, GradientCheckpointingLayer, nn.ModuleList, nn.ModuleDict)
 """Models and layers, whose MLPs stay shared, and containers, which compute nothing."""
 SHARED = "{}: ranks do not share the work of these layers. Each rank computes them on whole rows."
-_RAN = "_hf_ring_attn_whole"
+_MIXED = (
+    "a checkpoint recomputes it while packed batches of other documents are in use, or calls without a ring: run the "
+    "backward of each batch before the next forward"
+)
+_KEEPS = (
+    "in packed rows it is called for each document, and it keeps a tensor of the last one in its attribute {}: return "
+    "it for each token instead, or do not pack"
+)
+_ROWS = "hf_ring_attn: the rows of this layer on whole rows"
 _AROUND: list[tuple[nn.Module, RowShare | None]] = []
 """The layers that run now and take a mask, the innermost last, with their rows; None outside a sharded batch."""
 
@@ -86,8 +99,9 @@ def _looks_along(module: nn.Module) -> bool:
     """Returns True for a recurrence, and for a module that has a convolution."""
     if isinstance(module, nn.RNNBase):
         return module.batch_first
-    convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size != (1,) for x in module.modules() if x is not module)
-    return convolves or carries_state(module)
+    of_shares = forward_of(module) is nn.Conv1d.forward  # its caller has moved the tokens to the last dim
+    convolutions = [x for x in module.modules() if isinstance(x, nn.Conv1d) and x.kernel_size != (1,)]
+    return any(x is not module or not of_shares for x in convolutions) or carries_state(module)
 
 
 def gets_rows(module: nn.Module) -> bool:
@@ -144,33 +158,103 @@ class _OnWholeDocuments(OwnForward):
 
     @uncompiled(BY_HOST)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given, own, recomputed = [*args, *kwargs.values()], self.module.__dict__, is_recomputing()
-        rows = rows_in(given) or (_AROUND[-1][1] if _AROUND else None) or (None if recomputed else rows_of_batch())
+        rows = None if _WITHIN.depth else self._rows(args, kwargs)
         if rows is None:
-            if _RAN in own and recomputed:
-                raise errors.RecurrentLayerWithoutMask(type(self.module).__name__)
             return self.forward(*args, **kwargs)
-        own[_RAN] = True
-        refuse_cache(type(self.module).__name__, given)
-        tokens = {id(x): x for _, x in tensors_of((args, kwargs)) if _is_of_tokens(x, rows)}
+        name, several, kept = type(self.module).__name__, sum(map(len, rows.pieces)) > 1, list[set[str]]()
+        refuse_cache(name, [*args, *kwargs.values()])
+        given, kind = tree_flatten((args, kwargs))
+        is_rnn = isinstance(self.module, nn.RNNBase)
+        searched: list[Any] = [args[0] if args else kwargs.get("input")] if is_rnn else given
+        tokens: dict[int, Tensor] = {id(x): x for x in searched if _is_of_tokens(x, rows)}
 
-        def compute(whole: list[Tensor]) -> Any:
-            with_args, with_kwargs = _replaced((args, kwargs), dict(zip(tokens, whole, strict=True)))
-            return self.forward(*with_args, **with_kwargs)
+        def compute(whole: list[Tensor], of: slice) -> Any:
+            by, attributes = dict(zip(tokens, whole, strict=True)), Attributes(self.module) if several else None
+            # A state is [layers, B, H], and it may have as many rows as there are tokens.
+            states = {id(x): x[:, of].contiguous() for x in given if is_rnn and isinstance(x, Tensor) and x.dim() == 3}
+            mine, named = tree_unflatten([{**states, **by}.get(id(x), x) for x in given], kind)
+            with _WITHIN.one_more():
+                found = self.forward(*mine, **named)
+            if attributes is not None:
+                kept.append({name for name in attributes.new_tensors() if self._has_graph(name)})
+            return found
 
-        return compute_on_whole_documents(rows, [*tokens.values()], compute) if tokens else compute([])
+        if not tokens:
+            return compute([], slice(None))
+        found = compute_on_whole_documents(rows, [*tokens.values()], compute, name)
+        for attribute in sorted(set.intersection(*kept)) if kept else ():
+            raise errors.UnsupportedModel(name, [_KEEPS.format(attribute)])
+        return _keeping(rows, found)
+
+    def _has_graph(self, attribute: str) -> bool:
+        values = [vars(part).get(attribute) for part in self.module.modules()]
+        return any(x.grad_fn is not None for _, x in tensors_of(values))
+
+    def _rows(self, args: Any, kwargs: Any) -> RowShare | None:
+        """The rows of which this call has a share; None outside of sharded batches."""
+        given, ran = [*args, *kwargs.values()], _RAN.setdefault(self.module, _Runs())
+        rows = rows_in(given) or (_AROUND[-1][1] if _AROUND else None)
+        if rows is None and is_recomputing():
+            fitting = [one for one in ran.alive if any(_is_of_tokens(x, one) for _, x in tensors_of((args, kwargs)))]
+            if fitting and (ran.latest is None or not all(_alike(one, fitting[0]) for one in fitting)):
+                raise errors.UnsupportedModel(type(self.module).__name__, [_MIXED])
+            return fitting[0] if fitting else None
+        rows = rows or rows_of_batch()
+        ran.latest = rows
+        if rows is not None:
+            ran.alive.add(rows)
+        return rows
 
 
-def _is_of_tokens(x: Tensor, rows: RowShare) -> bool:
-    return x.dim() > 1 and x.shape[0] in (1, rows.count) and x.shape[1] == rows.layout.local_length
+@dataclass
+class _Runs:
+    """The rows of which a layer computed shares: a checkpoint's recompute may get nothing that tells them.
+
+    Args:
+        latest: of the latest forward; None: it was outside of sharded batches.
+        alive: all whose batch or graph is in use.
+    """
+
+    latest: RowShare | None = None
+    alive: weakref.WeakSet[RowShare] = field(default_factory=weakref.WeakSet)
 
 
-def _replaced(value: Any, by: dict[int, Tensor]) -> Any:
-    """The same arguments with other tensors."""
-    if isinstance(value, Tensor):
-        return by.get(id(value), value)
-    if isinstance(value, dict):
-        return {name: _replaced(part, by) for name, part in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(part, by) for part in value)
-    return value
+_RAN: weakref.WeakKeyDictionary[nn.Module, _Runs] = weakref.WeakKeyDictionary()
+
+
+def _keeping(rows: RowShare, output: Any) -> Any:
+    """Lets the graph of an output keep its rows alive."""
+    for _, x in tensors_of(output):
+        made_by: Any = x.grad_fn
+        if made_by is not None:
+            made_by.metadata[_ROWS] = rows
+    return output
+
+
+def _alike(a: RowShare, b: RowShare) -> bool:
+    if (a.ring, a.layout, a.count) != (b.ring, b.layout, b.count):
+        return False
+    return a.pieces == b.pieces
+
+
+class _Within(threading.local):
+    """How many layers this thread computes on whole rows, one inside the other: the inner ones get whole rows."""
+
+    depth = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+_WITHIN = _Within()
+
+
+def _is_of_tokens(x: Any, rows: RowShare) -> bool:
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return False
+    return x.shape[0] in (1, rows.count) and x.shape[1] == rows.layout.local_length

@@ -1,0 +1,64 @@
+"""Layers beside attention that look along the row, of a program's own: each rank computes them on whole rows."""
+
+from __future__ import annotations
+
+import pytest
+
+import tests.helpers.jobs.whole_layer_jobs as jobs
+from tests.helpers.jobs.comparison import Ranks
+from tests.helpers.jobs.plain_jobs import Batch, tokens
+
+EXACT = 1e-6
+"""transformers' loss is float32."""
+IN_PACKED_ROWS = {"a loss beside tokens", "a mean in an attribute"}
+"""Of what these use, each document has its own: they are refused there."""
+EQUAL = jobs.documents(12, 12)
+"""Each document has as many tokens as a rank of two."""
+
+
+@pytest.mark.parametrize("change", jobs.CHANGES)
+def test_whole_rows(ranks: Ranks, change: str) -> None:
+    assert max(ranks(2).run(jobs.away, change, [tokens(23)])) < EXACT
+
+
+@pytest.mark.parametrize("batch", [jobs.documents(9, 14), EQUAL], ids=["documents", "equal documents"])
+@pytest.mark.parametrize("change", [change for change in jobs.CHANGES if change not in IN_PACKED_ROWS])
+def test_documents(ranks: Ranks, change: str, batch: Batch) -> None:
+    assert max(ranks(2).run(jobs.away, change, [batch])) < EXACT
+
+
+@pytest.mark.parametrize("change", sorted(IN_PACKED_ROWS))
+def test_what_each_document_has_for_itself_is_refused(ranks: Ranks, change: str) -> None:
+    """A loss was left out without a word, and an attribute had the last document's mean."""
+    for size in (1, 2):
+        for raised in ranks(size).run(jobs.refused, change, [jobs.documents(9, 14)]):
+            assert raised is not None, "not refused"
+            assert raised[0] == "UnsupportedModel"
+            assert "in packed rows it is called for each document" in raised[1]
+
+
+def test_a_state_with_as_many_rows_as_a_rank_has_tokens(ranks: Ranks) -> None:
+    """It was gathered: "Expected hidden size (1, 12, 32), got [1, 23, 32]"."""
+    assert max(ranks(2).run(jobs.away, "a first state", [tokens(23, rows=12)])) < EXACT
+
+
+@pytest.mark.parametrize("batch", [tokens(23), jobs.documents(9, 14)], ids=["rows", "documents"])
+@pytest.mark.parametrize("checkpointing", ["recomputed", "reentrant"])
+@pytest.mark.parametrize("change", ["a short convolution in MLPs", "a convolution that takes tokens"])
+def test_recomputed(ranks: Ranks, change: str, checkpointing: str, batch: Batch) -> None:
+    """A layer that gets no mask was refused in the backward."""
+    assert max(ranks(2).run(jobs.away, change, [batch], checkpointing)) < EXACT
+
+
+def test_recomputed_with_two_batches_alive(ranks: Ranks) -> None:
+    change, one, other = "a short convolution in MLPs", jobs.documents(9, 14), jobs.documents(5, 18)
+    assert max(ranks(2).run(jobs.away, change, [one, one], "recomputed")) < EXACT
+    assert max(ranks(2).run(jobs.away, change, [one, jobs.documents(9, 18)], "recomputed")) < EXACT
+    for raised in ranks(2).run(jobs.refused, change, [one, other], "recomputed"):
+        assert raised is not None, "not refused"
+        assert "packed batches of other documents are in use" in raised[1]
+
+
+def test_whole_rows_are_recomputed_after_a_ring(ranks: Ranks) -> None:
+    """They were refused: the layer had run in a ring."""
+    assert max(ranks(2).run(jobs.plain_between)) < EXACT
