@@ -46,8 +46,8 @@ _MIXED = (
     "backward of each batch before the next forward"
 )
 _KEEPS = (
-    "in packed rows it is called for each document, and it keeps a tensor of the last one in its attribute {}: return "
-    "it for each token instead, or do not pack"
+    "in packed rows it is called for each document, and the loss uses a tensor of the last one, in its attribute {}: "
+    "return it for each token instead, or do not pack"
 )
 _ROWS = "hf_ring_attn: the rows of this layer on whole rows"
 _AROUND: list[tuple[nn.Module, RowShare | None]] = []
@@ -161,7 +161,7 @@ class _OnWholeDocuments(OwnForward):
         rows = None if _WITHIN.depth else self._rows(args, kwargs)
         if rows is None:
             return self.forward(*args, **kwargs)
-        name, several, kept = type(self.module).__name__, sum(map(len, rows.pieces)) > 1, list[set[str]]()
+        name, several = type(self.module).__name__, sum(map(len, rows.pieces)) > 1
         refuse_cache(name, [*args, *kwargs.values()])
         given, kind = tree_flatten((args, kwargs))
         is_rnn = isinstance(self.module, nn.RNNBase)
@@ -175,20 +175,28 @@ class _OnWholeDocuments(OwnForward):
             mine, named = tree_unflatten([{**states, **by}.get(id(x), x) for x in given], kind)
             with _WITHIN.one_more():
                 found = self.forward(*mine, **named)
-            if attributes is not None:
-                kept.append({name for name in attributes.new_tensors() if self._has_graph(name)})
+            for attribute in [] if attributes is None else attributes.new_tensors():
+                self._guard(attribute)
             return found
 
         if not tokens:
             return compute([], slice(None))
-        found = compute_on_whole_documents(rows, [*tokens.values()], compute, name)
-        for attribute in sorted(set.intersection(*kept)) if kept else ():
-            raise errors.UnsupportedModel(name, [_KEEPS.format(attribute)])
-        return _keeping(rows, found)
+        return _keeping(rows, compute_on_whole_documents(rows, [*tokens.values()], compute, name))
 
-    def _has_graph(self, attribute: str) -> bool:
-        values = [vars(part).get(attribute) for part in self.module.modules()]
-        return any(x.grad_fn is not None for _, x in tensors_of(values))
+    def _guard(self, attribute: str) -> None:
+        """Refuses a loss that uses a tensor in an attribute, since it is of the last document.
+
+        Only its readers get the gradient of a view of it.
+        """
+
+        def refuse(_gradient: Tensor) -> None:
+            raise errors.UnsupportedModel(type(self.module).__name__, [_KEEPS.format(attribute)])
+
+        for own in map(vars, self.module.modules()):
+            x = own.get(attribute)
+            if isinstance(x, Tensor) and x.grad_fn is not None:
+                own[attribute] = x.view_as(x)
+                own[attribute].register_hook(refuse)
 
     def _rows(self, args: Any, kwargs: Any) -> RowShare | None:
         """The rows of which this call has a share; None outside of sharded batches."""
