@@ -49,6 +49,10 @@ OTHER_ROWS = (
     "accelerate gives each ring other rows, and ranks of tensor parallelism need the same: use a loop without "
     "accelerate, or load the model without tp_plan and tp_size"
 )
+SUMMED = (
+    "its gradients are divided by {:g} (set_gradient_divide_factor), and the mean over a ring of {} needs that at least: "
+    "leave the factor out, or multiply it by the size of the ring"
+)
 
 
 def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
@@ -96,7 +100,7 @@ def _ranks_of_parts(split: Iterable[nn.Module], modules: Iterable[nn.Module]) ->
 
 
 def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:
-    """Yields the reason against a weight in parts of which each rank would keep the gradient of its own tokens.
+    """Yields the reason against a weight in parts whose gradient would not be the mean over the ring.
 
     Args:
         model: with its wrappers, which FSDP2 may shard in its place.
@@ -110,6 +114,14 @@ def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:
     across = introspect.split_across(model.parameters(), ring.ranks()) - {id(x) for x, _ in sharded}  # see `replicas`
     names = [name for number, name in trained.items() if number not in averaged | across]
     yield from (NOT_AVERAGED.format(name) for name in names[:1])
+    factors = [factor for factor in _divide_factors(model.modules()) if factor < ring.size]
+    yield from (SUMMED.format(factor, ring.size) for factor in factors[:1])
+
+
+def _divide_factors(modules: Iterable[nn.Module]) -> Iterator[float]:
+    """Yields what a program divides gradients by in the place of FSDP2, which takes the number of ranks."""
+    groups = (group for module in modules if introspect.is_unit(module) for group in groups_of(module))
+    return (group.gradient_divide_factor for group in groups if group.gradient_divide_factor is not None)
 
 
 def not_averaged_by_all(model: nn.Module, ring: Ring) -> Iterator[str]:

@@ -170,6 +170,21 @@ def by_heads_and_fsdp2(model: Any, ring: Any, across: Any) -> Any:
     return _sharded(by_heads(model, ring, across), ring)
 
 
+def _divided(model: Any, mesh: Any, factor: float) -> Any:
+    _sharded(model, mesh).set_gradient_divide_factor(factor)
+    for layer in model.model.layers:
+        layer.set_gradient_divide_factor(factor)
+    return model
+
+
+def summed_by_fsdp2(model: Any, ring: Any, _across: Any) -> Any:
+    return _divided(model, ring, 1.0)
+
+
+def divided_by_ranks(model: Any, ring: Any, _across: Any) -> Any:
+    return _divided(model, ring, float(ring.size()))
+
+
 def over_replicas_by_fsdp2(model: Any, _ring: Any, across: Any) -> Any:
     return _sharded(model, across)
 

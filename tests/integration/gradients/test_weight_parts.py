@@ -37,6 +37,7 @@ PARTS = [
     Parts(why="heads across rings, nothing sharded", make=jobs.by_heads, same_rows=True),
     Parts(why="heads and replicas, nothing sharded", loaded={"dp_replicate_size": 2, "tp_size": 2}, same_rows=True),
     Parts(why="heads across rings, averaged again by hand", make=jobs.by_heads, same_rows=True, by_hand=True),
+    Parts(why="FSDP2 that is told the ring's size", make=jobs.divided_by_ranks, world=2),
     Parts(why="DDP over replicas alone", make=jobs.over_replicas_by_ddp),
 ]  # fmt: skip
 
@@ -91,6 +92,7 @@ SAME_TOKENS = "tensor parallelism needs the same tokens on its ranks, and these 
 REFUSED = [
     (Parts(why="FSDP2 over replicas alone", make=jobs.over_replicas_by_fsdp2), f"embed_tokens.weight {NOT_AVERAGED}"),
     (Parts(why="a weight by hand", make=jobs.by_hand, world=2), f"down_proj.weight {NOT_AVERAGED}"),
+    (Parts(why="FSDP2 that sums", make=jobs.summed_by_fsdp2, world=2), "its gradients are divided by 1 (set_gradient_"),
     (Parts(why="heads in a ring", loaded={"tp_size": 2}, world=2), SAME_TOKENS),
     (Parts(why="heads in a ring beside FSDP2", loaded={"fsdp_size": 2, "tp_size": 2}), SAME_TOKENS),
     (Parts(why="experts in a ring, by torch", model="mixtral", make=jobs.experts_by_torch, world=2),
