@@ -50,8 +50,8 @@ OTHER_ROWS = (
     "accelerate, or load the model without tp_plan and tp_size"
 )
 SUMMED = (
-    "its gradients are divided by {:g} (set_gradient_divide_factor), and the mean over a ring of {} needs that at least: "
-    "leave the factor out, or multiply it by the size of the ring"
+    "its gradients are divided by {:g} (set_gradient_divide_factor), and the mean over a ring of {} needs at least "
+    "that: leave the factor out, or multiply it by the size of the ring"
 )
 
 
