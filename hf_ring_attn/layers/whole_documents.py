@@ -93,4 +93,4 @@ class _OfDocuments(Tensor):
 
 
 _HOSTS_ASK = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
-"""What FSDP2 asks of each output."""
+"""Attributes that FSDP2 reads of each output."""
