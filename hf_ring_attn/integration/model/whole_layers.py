@@ -38,8 +38,8 @@ from .recurrent_rows import MASK, refuse_cache, rows_in, rows_of_batch
 
 TOKENWISE = re.compile(r"(Norm(Gated)?|M[Ll][Pp]|Embedding)$")
 STATEFUL = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
-HOLDERS = (PreTrainedModel, GradientCheckpointingLayer, nn.ModuleList, nn.ModuleDict)
-"""Models and layers, whose MLPs stay shared, and containers, which compute nothing."""
+HOLDERS = (PreTrainedModel, GradientCheckpointingLayer, nn.ModuleList)
+"""Models and layers, whose MLPs stay shared, and lists of layers. A dict has adapters: any layer may hold one."""
 SHARED = "{}: ranks do not share the work of these layers. Each rank computes them on whole rows."
 _MIXED = (
     "a checkpoint recomputes it while packed batches of other documents are in use, or calls without a ring: run the "
@@ -89,7 +89,7 @@ def found(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Modu
             continue
         inner = list(module.modules())
         attends = any("ALL_ATTENTION_FUNCTIONS" in names_of(x) for x in inner)
-        holds = any(id(x) in layers or isinstance(x, HOLDERS) for x in inner)
+        holds = isinstance(module, nn.ModuleDict) or any(id(x) in layers or isinstance(x, HOLDERS) for x in inner)
         if not attends and not holds and (of_text is None or id(module) in of_text):
             whole[name] = module
     return whole

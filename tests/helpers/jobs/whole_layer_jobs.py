@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -34,6 +35,14 @@ class Short(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = x + self.conv(nn.functional.pad(x.mT, (3, 0))).mT
         return found
+
+
+class OfTokens(Short):
+    """A short convolution over all channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 4)
 
 
 class OfItself(nn.Conv1d):
@@ -162,8 +171,16 @@ def shared(model: Any) -> None:
     in_mlps(lambda: module, model)
 
 
+def adapted(model: Any) -> None:
+    """Adapters on convolutions and beside them."""
+    in_mlps(OfTokens, model)
+    adapters = LoraConfig(r=4, target_modules=["conv", "gate_proj"], init_lora_weights=False)
+    inject_adapter_in_model(adapters, model)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "a short convolution in MLPs": partial(in_mlps, Short),
+    "adapters": adapted,
     "a convolution that takes tokens": partial(in_layers, OfItself, plain),
     "complex inputs": partial(in_layers, Turned, turned),
     "a first state": partial(in_mlps, Started),
