@@ -45,6 +45,10 @@ _MIXED = (
     "a checkpoint recomputes it while packed batches of other documents are in use, or calls without a ring: run the "
     "backward of each batch before the next forward"
 )
+_BY_CHANCE = (
+    "an input of it has as many entries as a rank has tokens, and had another number in batches of other lengths, so "
+    "it may be no tokens: pad rows to another length"
+)
 _KEEPS = (
     "in packed rows it is called for each document, and the loss uses a tensor of the last one, in its attribute {}: "
     "return it for each token instead, or do not pack"
@@ -167,6 +171,8 @@ class _OnWholeDocuments(OwnForward):
         is_rnn = isinstance(self.module, nn.RNNBase)
         searched: list[Any] = [args[0] if args else kwargs.get("input")] if is_rnn else given
         tokens: dict[int, Tensor] = {id(x): x for x in searched if _is_of_tokens(x, rows)}
+        if not _RAN[self.module].knows(given, tokens, rows.layout.local_length):
+            raise errors.UnsupportedModel(name, [_BY_CHANCE])
 
         def compute(whole: list[Tensor], of: slice) -> Any:
             by, attributes = dict(zip(tokens, whole, strict=True)), Attributes(self.module) if several else None
@@ -221,10 +227,26 @@ class _Runs:
     Args:
         latest: of the latest forward; None: it was outside of sharded batches.
         alive: all whose batch or graph is in use.
+        of_tokens: the places of inputs that had a rank's tokens. others: of those that had none, with the rank's
+            number of tokens.
     """
 
     latest: RowShare | None = None
     alive: weakref.WeakSet[RowShare] = field(default_factory=weakref.WeakSet)
+    of_tokens: set[tuple[int, int]] = field(default_factory=set)
+    others: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+
+    def knows(self, given: list[Any], tokens: Mapping[int, Tensor], length: int) -> bool:
+        """Notes the inputs of a call. Returns False if one that had no tokens may have the size of tokens by chance."""
+        for index, x in enumerate(given):
+            place = len(given), index
+            if id(x) in tokens:
+                if place not in self.of_tokens and length not in self.others.get(place, {length}):
+                    return False
+                self.of_tokens.add(place)
+            elif isinstance(x, Tensor):
+                self.others.setdefault(place, set()).add(length)
+        return True
 
 
 _RAN: weakref.WeakKeyDictionary[nn.Module, _Runs] = weakref.WeakKeyDictionary()

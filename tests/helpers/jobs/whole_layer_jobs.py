@@ -45,6 +45,14 @@ class OfTokens(Short):
         self.conv = nn.Conv1d(WIDTH, WIDTH, 4)
 
 
+class Remembering(Short):
+    """Takes a memory [1, 12, C] beside tokens."""
+
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+        found: Tensor = super().forward(x) + memory.sum(1, keepdim=True)
+        return found
+
+
 class OfItself(nn.Conv1d):
     """A convolution that takes [B, T, C]."""
 
@@ -131,6 +139,11 @@ def plain(module: Any, x: Tensor) -> Tensor:
     return found
 
 
+def remembering(module: Any, x: Tensor) -> Tensor:
+    found: Tensor = module(x, torch.linspace(-1, 1, 12 * WIDTH, dtype=x.dtype).view(1, 12, WIDTH).sin())
+    return found
+
+
 def turned(module: Any, x: Tensor) -> Tensor:
     found: Tensor = module(x, torch.polar(torch.ones_like(x[..., ::2]), x[..., ::2]))
     return found
@@ -182,6 +195,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "a short convolution in MLPs": partial(in_mlps, Short),
     "adapters": adapted,
     "a convolution that takes tokens": partial(in_layers, OfItself, plain),
+    "a memory": partial(in_layers, Remembering, remembering),
     "complex inputs": partial(in_layers, Turned, turned),
     "a first state": partial(in_mlps, Started),
     "one module in all MLPs": shared,

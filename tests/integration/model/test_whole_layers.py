@@ -12,17 +12,18 @@ EXACT = 1e-6
 """transformers' loss is float32."""
 IN_PACKED_ROWS = {"a loss beside tokens", "a mean in an attribute"}
 """Of what these use, each document has its own: they are refused there."""
+MEMORY = "a memory"
 EQUAL = jobs.documents(12, 12)
 """Each document has as many tokens as a rank of two."""
 
 
-@pytest.mark.parametrize("change", jobs.CHANGES)
+@pytest.mark.parametrize("change", [change for change in jobs.CHANGES if change != MEMORY])
 def test_whole_rows(ranks: Ranks, change: str) -> None:
     assert max(ranks(2).run(jobs.away, change, [tokens(23)])) < EXACT
 
 
 @pytest.mark.parametrize("batch", [jobs.documents(9, 14), EQUAL], ids=["documents", "equal documents"])
-@pytest.mark.parametrize("change", [change for change in jobs.CHANGES if change not in IN_PACKED_ROWS])
+@pytest.mark.parametrize("change", [change for change in jobs.CHANGES if change not in {*IN_PACKED_ROWS, MEMORY}])
 def test_documents(ranks: Ranks, change: str, batch: Batch) -> None:
     assert max(ranks(2).run(jobs.away, change, [batch])) < EXACT
 
@@ -62,3 +63,11 @@ def test_recomputed_with_two_batches_alive(ranks: Ranks) -> None:
 def test_whole_rows_are_recomputed_after_a_ring(ranks: Ranks) -> None:
     """They were refused: the layer had run in a ring."""
     assert max(ranks(2).run(jobs.plain_between)) < EXACT
+
+
+def test_an_input_with_as_many_entries_as_a_rank_has_tokens(ranks: Ranks) -> None:
+    """It was gathered as tokens, so the layer had it twice."""
+    assert max(ranks(2).run(jobs.away, MEMORY, [tokens(19)])) < EXACT
+    for raised in ranks(2).run(jobs.refused, MEMORY, [tokens(23)]):
+        assert raised is not None, "not refused"
+        assert "has as many entries as a rank has tokens" in raised[1]
