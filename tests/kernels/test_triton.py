@@ -171,8 +171,8 @@ RUNS = {
 @pytest.mark.skipif(why_not_interpreted() is not None, reason=str(why_not_interpreted()))
 @pytest.mark.parametrize(
     "name",
-    # The interpreter's products are numpy's, whose bits depend on shapes on some processors.
-    [pytest.param(name, marks=pytest.mark.full) if name == "bits" else name for name in RUNS],
+    # The interpreter's products are numpy's, whose bits depend on shapes on some processors; the other takes a minute.
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("bits", "score_mods, rest"))) for name in RUNS],
 )
 @pytest.mark.turns
 def test_in_the_interpreter(name: str) -> None:
