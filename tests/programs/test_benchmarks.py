@@ -228,7 +228,7 @@ def test_the_error_of_a_whole_step_is_one_of_this_package_too() -> None:
     assert [is_error(line) for line in lines] == [False, True, True, False]
 
 
-@pytest.mark.turns
+@pytest.mark.full
 def test_of_a_whole_step_that_takes_too_long_no_rank_is_left(tmp_path: Path) -> None:
     name, value = "TEST_OF_WHOLE_STEPS", str(tmp_path)  # every process that the run starts has it
     command = [sys.executable, "recipes/benchmarks/whole_steps.py", "--toy", "--steps", "20000"]
