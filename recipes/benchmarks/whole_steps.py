@@ -93,6 +93,8 @@ def parts() -> list[Run]:
         "qlora32_280K": (280, "--shape 32B --qlora --mlp-tokens 16384", ""),
         # about the longest on 2 x H100 with 232 GiB of host memory
         "qlora32_416K": (416, "--shape 32B --qlora --liger --mlp-tokens 16384", " --offload-above 26"),
+        # about the longest on 2 x H200 with 200 GiB of host memory
+        "qlora70_270K": (270, "--shape 70B --qlora --liger --mlp-tokens 16384", " --offload-above 70"),
     }
     qlora70 = "--shape 70B --qlora --liger --mlp-tokens 16384 --offload-above 0"
     found = [
