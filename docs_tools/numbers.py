@@ -219,7 +219,7 @@ WHOLE_FULL, FULL_1M = "2026-11-27-full-and-first-steps", "2026-11-27-full-1m"
 NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
 EXPERTS, ROWS, DPO = "2026-11-28-experts", "2026-11-28-any-loss", "2026-11-29-dpo-one-gpu"
 TWO_8K, KEPT = "2026-11-29-two-gpus-8k", "2026-11-29-kept-layers"
-BLOCKS = "2026-11-27-ampere-blocks"
+BLOCKS, LONGEST_70B = "2026-11-27-ampere-blocks", "2026-11-30-longest-70b"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "", AGAIN, "ring_8K", "own_8K"),
@@ -368,7 +368,13 @@ def status(line: dict[str, Any]) -> str:
 VALUES: dict[str, Callable[[], str]] = {
     "h100_1m_seconds": lambda: f"{step(H100_1M, 'lora_1M')['seconds_per_step']:,.0f} s",
     "h100_1m_gib": lambda: f"{gib(H100_1M, 'lora_1M')} GiB",
-    "h100_qlora70_gib": lambda: f"{gib(H100_FLASH4, 'qlora70_128K')} GiB",
+    "h100_qlora70_gib": lambda: gib(H100_FLASH4, "qlora70_128K"),
+    "qlora70_gib": lambda: gib(LONGEST_70B, "qlora70_270K_window"),
+    "qlora70_seconds": lambda: f"{by_layers(LONGEST_70B, 'qlora70_270K', 80):.0f}",
+    "qlora32_gib": lambda: gib(LONGEST_70B, "qlora_32b"),
+    "qlora32_seconds": lambda: seconds(LONGEST_70B, "qlora_32b"),
+    "host_checkpoints": lambda: f"{offload_costs():.1f} %",
+    "host_checkpoints_gib": lambda: f"{gib(LONGEST_70B, 'lora_128k')} to {gib(LONGEST_70B, 'lora_128k_host')} GiB",
     "full_1m": lambda: f"{step(FULL_1M, 'full_1M')['seconds_per_step']:,.0f} s and {gib(FULL_1M, 'full_1M')} GiB",
     "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
     "two_128k_ulysses": lambda: f"{share(EIGHT, 'speed', ULYSSES, 128 * K)[0]:.1f} %",
@@ -449,6 +455,18 @@ def forecast_rows() -> dict[str, bool]:
     text = (FILED / "2026-11-23-plan" / "README.md").read_text()
     rows = re.findall(r"^\| (.+? `[\w-]+`.*?) \|.*\| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     return {name: bool(re.fullmatch(r"[+-]?\d+ %", percent)) for name, _, percent in rows}
+
+
+def by_layers(folder: str, name: str, layers: int) -> float:
+    """Seconds a step of all layers, from steps of one layer and of two."""
+    one, two = (step(folder, f"{name}_{part}")["seconds_per_step"] for part in ("layer", "layers"))
+    return float(one + (layers - 1) * (two - one))
+
+
+def offload_costs() -> float:
+    """By how many percent a step of 128K in a ring is longer with its checkpoints on the host."""
+    plain, host = (step(LONGEST_70B, name)["seconds_per_step"] for name in ("lora_128k", "lora_128k_host"))
+    return 100 * float(host / plain - 1)
 
 
 def spread(tokens: int) -> float:

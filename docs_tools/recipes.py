@@ -16,6 +16,7 @@ from .numbers import (
     H100_SHORT,
     H200_FULL,
     LONGEST,
+    LONGEST_70B,
     LOSS,
     WHOLE,
     WHOLE_FULL,
@@ -46,6 +47,7 @@ LLAMA, SMALL_QWEN, QWEN, LARGE = "Llama 3.1 8B", "Qwen3 8B", "Qwen3 32B", "Llama
 RUNS = {
     "lora-128k": [
         Measured("131,072", "2 x H200", LLAMA, "this recipe by its run.sh", OWN_RUNS, "lora_128k"),
+        Measured("131,072", "2 x H200", LLAMA, "the same with `offload_above=0`", LONGEST_70B, "lora_128k_host"),
         Measured("131,072", "2 x H200", LLAMA, "LoRA, `save_attention`", LOSS, "chunked_128K"),
         Measured("131,072", "4 x H200", LLAMA, "LoRA, `save_attention`", FOUR, "s128_saved"),
     ],
@@ -57,12 +59,16 @@ RUNS = {
         Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=16`, Liger", H100_1M, "lora_1M"),
     ],
     "qlora-32b": [
+        Measured("131,072", "2 x H200", QWEN, "this recipe by its run.sh", LONGEST_70B, "qlora_32b"),
         Measured("131,072", "1 x H200", QWEN, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q32_128K"),
         Measured("262,144", "2 x H100", QWEN, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger, FSDP2", H100_256K, "qlora32_256K"),
         Measured("425,984", "2 x H100", QWEN, "QLoRA of one layer, `mlp_tokens=16384`, Liger, FSDP2", H100_32B, "qlora32_416K_layer"),
         Measured("425,984", "2 x H100", QWEN, "QLoRA of two layers, the same", H100_32B, "qlora32_416K_layers"),
     ],
     "qlora-70b": [
+        Measured("276,480", "2 x H200", LARGE, "QLoRA of one layer, `mlp_tokens=16384`, Liger", LONGEST_70B, "qlora70_270K_layer"),
+        Measured("276,480", "2 x H200", LARGE, "QLoRA of two layers, the same", LONGEST_70B, "qlora70_270K_layers"),
+        Measured("276,480", "2 x H200", LARGE, "all layers with a window of 4096, `offload_above=70`, the same", LONGEST_70B, "qlora70_270K_window"),
         Measured("131,072", "2 x H100", LARGE, "QLoRA, `mlp_tokens=16384`, `offload_above=0`, Liger", H100_FLASH4, "qlora70_128K"),
         Measured("131,072", "2 x H100", LARGE, "the same, kernel `triton`", H100, "qlora70_128K"),
         Measured("131,072", "2 x H100", LARGE, "the same, 20 of 80 layers", H100_1M, "qlora70_quarter"),
@@ -91,7 +97,6 @@ NOT_MEASURED = {
     "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "full-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "extend-context": f"{MISSING} of Qwen3-8B. {TOY_ONLY} A small model was trained on one GPU: its losses are below.",
-    "qlora-32b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
     "qlora-70b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
     "vlm": f"{MISSING}. {TOY_ONLY} No step with pictures was measured on GPUs.",
     "multi-node": f"{MISSING}. {TOY_ONLY} No step on several machines was measured.",

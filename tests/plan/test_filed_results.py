@@ -276,11 +276,23 @@ MEASURED_WITH_KEPT_LAYERS = [
     Filed(KEPT_LONG, "kept_128K", {**AT_32K, **SAVED, "tokens": 131072, "keep_layers": 8}),
 ]
 
+LONGEST, AT_270K = "2026-11-30-longest-70b", {**LIGER, "tokens": 276480, "method": "qlora", "mlp_tokens": 16384}
+QLORA_32B = {**TWO, "tokens": 131072, "method": "qlora", "mlp_tokens": 8192, "shard": "ddp", "save_attention": False}
+MEASURED_OF_70B = [  # the last three by the run.sh of recipes
+    Filed(LONGEST, "qlora70_270K_layer", AT_270K, shape={**LLAMA_70B, "num_hidden_layers": 1}),
+    Filed(LONGEST, "qlora70_270K_layers", AT_270K, shape={**LLAMA_70B, "num_hidden_layers": 2}),
+    Filed(LONGEST, "qlora70_270K_window", {**AT_270K, "offload_above": 70.0}, False, LLAMA_70B),
+    Filed(LONGEST, "lora_128k", {**TWO, "tokens": 131072}),
+    Filed(LONGEST, "lora_128k_host", {**TWO, "tokens": 131072, "offload_above": 0.0}),
+    Filed(LONGEST, "qlora_32b", {**QLORA_32B, "optimizer": "paged_adamw_8bit"}, shape=QWEN3_32B),
+]
+
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
     *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN, *MEASURED_BY_DEFAULT,
     *MEASURED_WITH_LINEAR_ATTENTION, *MEASURED_WITH_EXPERTS, *MEASURED_ON_WHOLE_ROWS, *MEASURED_WITH_KEPT_LAYERS,
+    *MEASURED_OF_70B,
 ]  # fmt: skip
 
 
