@@ -287,5 +287,3 @@ def _contradictions(settings: dict[str, Any]) -> Iterable[str]:
         yield "training.eval_strategy, without data.eval: there is nothing to evaluate"
     if "eval" in settings["data"] and not evaluates:
         yield "data.eval, without training.eval_strategy: it would not be read"
-    if "save_steps" in training and training.get("save_strategy") in ("no", False):
-        yield "training.save_steps, with training.save_strategy no: nothing would be saved"

@@ -51,7 +51,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"training.num_train_epochs": 1, "training.max_steps": 3}, "only max_steps would count"),
     ({"training.eval_strategy": "steps"}, "training.eval_strategy, without data.eval"),
     ({"data.eval": "b.parquet"}, "data.eval, without training.eval_strategy"),
-    ({"training.save_strategy": "no", "training.save_steps": 3}, "training.save_steps, with training.save_strategy"),
 ]
 
 MISTYPED: list[tuple[dict[str, Any], str]] = [
