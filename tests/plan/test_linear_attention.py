@@ -33,7 +33,7 @@ from hf_ring_attn.plan.setup import Setup
 from hf_ring_attn.plan.shape import AttentionShape, DeltaShape, ModelShape
 from tests.plan.saved_tensors import saved_bytes, scan, train
 from tests.plan.shapes import shape
-from tests.plan.test_filed_results import RESULTS
+from tests.plan.filed_steps import RESULTS
 
 SMALL = {
     "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128,
