@@ -31,9 +31,9 @@ from hf_ring_attn.plan.reading import shape_of
 from hf_ring_attn.plan.seconds import seconds_of
 from hf_ring_attn.plan.setup import Setup
 from hf_ring_attn.plan.shape import AttentionShape, DeltaShape, ModelShape
+from tests.plan.filed_steps import RESULTS
 from tests.plan.saved_tensors import saved_bytes, scan, train
 from tests.plan.shapes import shape
-from tests.plan.filed_steps import RESULTS
 
 SMALL = {
     "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128,
