@@ -7,11 +7,10 @@ from typing import Any
 from torch import nn
 
 from .. import errors
-from ..integration.context.introspect import text_modules
+from ..integration.context.introspect import globals_used, text_modules
 from ..integration.context.shared_kv import makes_kv, takes_kv
 from ..integration.model.decoder import decoder_layers, layer_kinds
 from ..integration.model.recurrent import recurrent_layers
-from ..integration.model.whole_layers import names_of
 from .shape import AttentionShape, DeltaShape, LayerShape, ModelShape
 
 WINDOWED = {"sliding_attention": ("sliding_window", 1), "chunked_attention": ("attention_chunk_size", 2)}
@@ -146,7 +145,7 @@ def _with(block: nn.Module, attribute: str) -> dict[str, Any] | None:
 
 
 def _delta(name: str, kind: str, layer: nn.Module) -> DeltaShape:
-    rule = next((rule for rule in DELTA_RULES if rule in names_of(layer)), None)
+    rule = next((rule for rule in DELTA_RULES if rule in globals_used(layer)), None)
     if rule is None:
         raise errors.CannotPlan(name, f"the memory and time of its {type(layer).__name__} ({kind!r}) are not known")
     heads, key_heads, key_width, value_width = (vars(layer)[attribute] for attribute in DELTA_RULES[rule])

@@ -303,13 +303,12 @@ class BatchContext:
     def row_share(self) -> RowShare | None:
         """For layers beside attention that look along the row; None where this process computes whole documents.
 
-        The same object while the batch does not change: it stands for the batch in a recompute (`whole_layers`).
+        The same object until the documents are known: it stands for the batch in a recompute (`whole_layers`).
         """
         if self.before_text or (self.ring.size == 1 and self.facts.documents is None):
             return None
-        found = RowShare(self.ring, self.layout, self.facts.documents, self.facts.rows)
-        if self._rows is None or any(vars(found)[name] is not vars(self._rows)[name] for name in vars(found)):
-            self._rows = found
+        if self._rows is None or self._rows.documents is not self.facts.documents:
+            self._rows = RowShare(self.ring, self.layout, self.facts.documents, self.facts.rows)
         return self._rows
 
     @property

@@ -1,12 +1,13 @@
-"""Queries on a model: its configs, its inner model, its name, its forward's parameters."""
+"""Queries on a model: its configs, its inner model, its name, its forward's parameters and names."""
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def forward_context(model: nn.Module) -> AbstractContextManager[Any]:
 def is_of_wrapper(hook: Any) -> bool:
     """Returns True for a hook that a wrapper has on all that its model returns: FSDP2's gathers weights when the
     backward begins, Fabric's asks who began it."""
-    while isinstance(hook, partial):
+    while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(_OF_WRAPPERS)
 
@@ -113,6 +114,22 @@ def parameters_of(model: nn.Module, names: Iterable[str] = ()) -> list[str]:
 def by_name(names: Iterable[str], args: Iterable[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name. ``names``: of the function's parameters, in their order."""
     return {**dict(zip(names, args, strict=False)), **given}
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The forward of a module's class, inside its wrappers."""
+    return inspect.unwrap(type(module).forward)
+
+
+def globals_used(module: nn.Module) -> frozenset[str]:
+    """The names that a module's forward looks up in its file."""
+    code = getattr(forward_of(module), "__code__", None)
+    return frozenset() if code is None else _globals_in(code)
+
+
+@functools.cache
+def _globals_in(code: Any) -> frozenset[str]:
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
 
 
 def name_of(model: nn.Module) -> str:
@@ -217,15 +234,20 @@ def local_of(x: Any) -> Any:
     return x._local_tensor if is_dtensor(x) else x
 
 
+def mesh_ranks(x: Any) -> set[int]:
+    """The ranks that have a part or a replica of a DTensor."""
+    return set(x.device_mesh.mesh.flatten().tolist())
+
+
 def split_across(weights: Iterable[Any], ranks: set[int]) -> set[int]:
     """The identities of DTensors that no other of ``ranks``, those of a ring, has a part or a replica of."""
     alone: dict[int, bool] = {}
     found = set[int]()
     for x in filter(is_dtensor, weights):
-        mesh = x.device_mesh
-        if id(mesh) not in alone:
-            alone[id(mesh)] = len(ranks.intersection(mesh.mesh.flatten().tolist())) == 1
-        if alone[id(mesh)]:
+        mesh = id(x.device_mesh)
+        if mesh not in alone:
+            alone[mesh] = len(ranks & mesh_ranks(x)) == 1
+        if alone[mesh]:
             found.add(id(x))
     return found
 

@@ -68,8 +68,7 @@ def bare_of(trained: list[Any], model: nn.Module, ring: Ring) -> list[Any]:
         return trained
     if not (AVERAGING - PARTS).isdisjoint(around) or PARTS.isdisjoint(inside):
         return []
-    across = split_across(trained, ring.ranks())
-    trained = [x for x in trained if not is_dtensor(x) or id(x) in across]
+    trained = _whole_in_ring(trained, ring)
     if not trained:  # all are sharded, as before each forward of a model that FSDP2 wraps
         return []
     combined: set[int] = set()
@@ -78,6 +77,12 @@ def bare_of(trained: list[Any], model: nn.Module, ring: Ring) -> list[Any]:
         averages = is_ddp(module) and not _leaves_ring(module, ring)
         combined.update(map(id, module.parameters() if averages else weights))
     return [x for x in trained if id(x) not in combined]
+
+
+def _whole_in_ring(weights: list[Any], ring: Ring) -> list[Any]:
+    """The weights of which no two ranks of a ring hold parts: bare ones, and those that are split across rings."""
+    across = split_across(weights, ring.ranks())
+    return [x for x in weights if not is_dtensor(x) or id(x) in across]
 
 
 def _leaves_ring(module: nn.Module, ring: Ring) -> bool:
@@ -158,9 +163,7 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
     ring = context.ring
     versions: Any = context.state(_Versions)
     weights = [model] if isinstance(model, Tensor) else model.parameters()
-    weights = [x for x in weights if x.requires_grad]
-    across = split_across(weights, ring.ranks())
-    trained = [x for x in weights if not is_dtensor(x) or id(x) in across]
+    trained = _whole_in_ring([x for x in weights if x.requires_grad], ring)
     if not trained:
         return
     refusal: errors.Refused | None = None

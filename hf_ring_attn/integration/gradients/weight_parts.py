@@ -109,7 +109,7 @@ def not_averaged(model: nn.Module, context: BatchContext) -> Iterator[str]:
     if ring.size == 1 or "DTensor" not in latest_record(model).classes or not introspect.may_train(model):
         return
     sharded = [*_sharded_by_fsdp(model.modules())]
-    averaged = {id(x) for x, axes in sharded if not axes or ring.ranks() <= set(x.device_mesh.mesh.flatten().tolist())}
+    averaged = {id(x) for x, axes in sharded if not axes or ring.ranks() <= introspect.mesh_ranks(x)}
     trained = {id(x): name for name, x in model.named_parameters() if x.requires_grad and introspect.is_dtensor(x)}
     across = introspect.split_across(model.parameters(), ring.ranks()) - {id(x) for x, _ in sharded}  # see `replicas`
     names = [name for number, name in trained.items() if number not in averaged | across]
@@ -134,7 +134,7 @@ def not_averaged_by_all(model: nn.Module, ring: Ring) -> Iterator[str]:
         return
     every = Ring.of(None).ranks()
     has_one_ring = every <= ring.ranks()
-    meshes = {id(x): set(x.device_mesh.mesh.flatten().tolist()) for x, _ in _sharded_by_fsdp(model.modules())}
+    meshes = {id(x): introspect.mesh_ranks(x) for x, _ in _sharded_by_fsdp(model.modules())}
     trained = ((name, x) for name, x in model.named_parameters() if x.requires_grad)
     for name, x in trained:
         if not (every <= meshes.get(id(x), set()) or (has_one_ring and not introspect.is_dtensor(x))):

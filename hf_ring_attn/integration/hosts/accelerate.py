@@ -116,12 +116,12 @@ def _prepare_model(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
     model, _, evaluates = (*args, *(None,) * 3)[:3]
     model = kwargs.get("model", model)
     decide_by_models(self, model)
-    if not kwargs.get("evaluation_mode", evaluates) and _lacks_no_wrapper(self, model):
+    if not kwargs.get("evaluation_mode", evaluates) and _needs_no_ddp(self, model):
         args, kwargs["evaluation_mode"] = args[:2], True
     return _prepared(original, self, *args, **kwargs)
 
 
-def _lacks_no_wrapper(accelerator: Any, model: nn.Module) -> bool:
+def _needs_no_ddp(accelerator: Any, model: nn.Module) -> bool:
     """Returns True for a model whose weights are DTensors and whose gradients all processes average without DDP.
 
     Raises:

@@ -20,7 +20,7 @@ from ...layers.halo import RowShare
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, place_of, text_modules, uses_interface
+from ..context.introspect import configs_of, forward_of, globals_used, place_of, text_modules, uses_interface
 from ..context.model_record import latest_record
 from ..patching.changes import Patch, install, is_patch, render
 from ..patching.compiler import uncompiled
@@ -28,7 +28,7 @@ from ..patching.modules import attach
 from . import whole_layers
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
 from .recurrent_rows import MASK, mark, of_batch, refuse_cache, rows_in, rows_of_batch
-from .whole_layers import carries_state, forward_of, names_of
+from .whole_layers import carries_state
 
 LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe", "recurrent"}
 """Types of layers that hybrids have beside attention."""
@@ -42,7 +42,7 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of ``model`` that look along the sequence by known functions only, by name; those of towers do not."""
     found = {}
     for name, module in text_modules(model):
-        names = names_of(module)
+        names = globals_used(module)
         if not (used := names & {CONVOLUTION, *OPERATIONS}):
             continue
         forward = forward_of(module)
@@ -99,7 +99,7 @@ def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]
             continue
         inner = list(module.modules())
         holds = any(x is layer for layer in layers.values() for x in inner)
-        if not holds and not (layers and any("ALL_ATTENTION_FUNCTIONS" in names_of(x) for x in inner)):
+        if not holds and not (layers and any("ALL_ATTENTION_FUNCTIONS" in globals_used(x) for x in inner)):
             yield str(name)
 
 
@@ -138,7 +138,7 @@ def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
 def _replaced(module: nn.Module) -> str | None:
     """The first function of the layer's file that was replaced after our patch; None if none was."""
     file = forward_of(module).__globals__
-    used = sorted(names_of(module) & {CONVOLUTION, *FUSED, *OPERATIONS})
+    used = sorted(globals_used(module) & {CONVOLUTION, *FUSED, *OPERATIONS})
     return next((name for name in used if not is_patch(file.get(name))), None)
 
 

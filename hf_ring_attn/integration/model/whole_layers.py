@@ -6,8 +6,6 @@ around it does. Attention and MLPs beside them stay shared.
 
 from __future__ import annotations
 
-import dis
-import functools
 import inspect
 import re
 import threading
@@ -27,7 +25,7 @@ from ...layers.halo import RowShare
 from ...layers.whole_documents import compute_on_whole_documents
 from ...traffic.gathered_kv import is_recomputing
 from ..context.batch_context import BatchContext
-from ..context.introspect import class_of, inner_text_model, text_modules
+from ..context.introspect import class_of, forward_of, globals_used, inner_text_model, text_modules
 from ..context.tensor_tree import tensors_of
 from ..log import warn
 from ..memory.attributes import Attributes
@@ -61,22 +59,6 @@ _AROUND: list[tuple[nn.Module, RowShare | None]] = []
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
 
-def forward_of(module: nn.Module) -> Any:
-    """The forward of a module's class, inside its wrappers."""
-    return inspect.unwrap(type(module).forward)
-
-
-@functools.cache
-def _names(code: Any) -> frozenset[str]:
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
-
-
-def names_of(module: nn.Module) -> frozenset[str]:
-    """The names that a module's forward looks up in its file."""
-    code = getattr(forward_of(module), "__code__", None)
-    return frozenset() if code is None else _names(code)
-
-
 def carries_state(module: nn.Module) -> bool:
     """Returns True for a class that carries state along the sequence, by its name."""
     kind = type(module).__name__
@@ -92,7 +74,7 @@ def found(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Modu
         if any(f"{name}.".startswith(f"{outer}.") for outer in (*known, *whole)) or not _looks_along(module):
             continue
         inner = list(module.modules())
-        attends = any("ALL_ATTENTION_FUNCTIONS" in names_of(x) for x in inner)
+        attends = any("ALL_ATTENTION_FUNCTIONS" in globals_used(x) for x in inner)
         holds = isinstance(module, nn.ModuleDict) or any(id(x) in layers or isinstance(x, HOLDERS) for x in inner)
         if not attends and not holds and (of_text is None or id(module) in of_text):
             whole[name] = module
@@ -131,19 +113,19 @@ def prepare(model: nn.Module, whole: Mapping[str, weakref.ref[nn.Module]], conte
         kinds.add(class_of(module))
         if not isinstance(module.__dict__.get("forward"), _OnWholeDocuments):  # a program may have set its own since
             replace(module, "forward", _OnWholeDocuments(module))
-        for layer in _around(model, name):
+        if (layer := _layer_around(model, name)) is not None:
             attach(layer, "layer around whole layers", _enter, _leave)
     if kinds and context.ring.size > 1:
         warn(SHARED.format(", ".join(sorted(kinds))), everywhere=False)
 
 
-def _around(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """The innermost module around a layer that takes a mask."""
+def _layer_around(model: nn.Module, name: str) -> nn.Module | None:
+    """The innermost module around a layer that takes a mask; None if there is none."""
     while name:
         name = name.rpartition(".")[0]
         if _takes_mask(outer := model.get_submodule(name)):
-            yield outer
-            return
+            return outer
+    return None
 
 
 @uncompiled(BY_HOST)
