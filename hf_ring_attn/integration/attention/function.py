@@ -77,8 +77,7 @@ def ring_attention_forward(
     Raises:
         Refused: a ring cannot compute this exactly.
     """
-    if not isinstance(attention_mask, MaskSpec) or _decodes(attention_mask, query, key):
-        attention_mask = None if isinstance(attention_mask, MaskSpec) else attention_mask
+    if not isinstance(attention_mask, MaskSpec):
         if score_mod is not None:
             _refuse(errors.UnsupportedArgument, type(module).__name__, "score_mod", _SCORED_LOCALLY)
         if indices is not None:
@@ -183,11 +182,6 @@ def _scored(
     if context is not None:
         replicas.watch_learned(mod.name, mod.captured, context)
     return _with_mod(spec, trains, mod, params, q, k, v)
-
-
-def _decodes(spec: MaskSpec, query: Tensor, key: Tensor) -> bool:
-    """Returns True for a single query that sees all keys of a cache: the mask of a model whose first layer has none."""
-    return not spec.in_batch and spec.layout.length == 1 == query.shape[2] < key.shape[2]
 
 
 def _with_mod(spec: MaskSpec, trains: bool, mod: ScoreMod, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ...sharding.plan import Plan
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context, model_record
 from ..context.batch_context import BatchContext, MaskSpec
-from ..context.introspect import CACHES, NAME
+from ..context.introspect import CACHES, NAME, by_name
 from ..context.mask_functions import MaskExpr, SameGroup, parts_of, recognise, terms_of
 from ..context.model_record import latest_record
 from ..context.whole_batch import restarts, text_positions
@@ -121,10 +121,6 @@ def _ring_mask(
             return _spec_of_whole_rows(context.layout, context, batch_size, mask_function, attention_mask, config)
         context = None  # a vision tower's
     if context is None:
-        if whole and q_length == 1 and attention_mask is not None and attention_mask.shape[-1] > 1:
-            # transformers takes the length of the first layer's cache, which has no keys in MiniMax.
-            whole, kv_length = False, attention_mask.shape[-1]
-            q_offset = kv_length - 1
         if not whole:
             # An explicit mask even if plain causal: softcap and sinks use the model's eager code.
             kwargs["allow_is_causal_skip"] = False
@@ -248,33 +244,55 @@ def _spec_of_whole_rows(
 def _pass_spec_through(original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a prepared mask unchanged, as when an outer model passes its mask to its text model.
 
-    masking_utils recognises a prepared mask by its four dimensions, so a 4-D tensor replaces ours there.
+    masking_utils recognises a prepared mask by its four dimensions, so a 4-D tensor replaces ours there. Of a cache it
+    gets the length where there are keys.
     """
-    signature = inspect.signature(original)
-    cache = next(name for name in CACHES if name in signature.parameters)
+    names = tuple(inspect.signature(original).parameters)
+    name_of_cache = next(name for name in CACHES if name in names)
 
     def _preprocess_mask_arguments(*args: Any, **kwargs: Any) -> Any:
-        spec = next((x for x in (*args, *kwargs.values()) if isinstance(x, MaskSpec)), None)
+        given = by_name(names, args, kwargs)
+        spec = next((x for x in given.values() if isinstance(x, MaskSpec)), None)
         if spec is None:
+            cache = given[name_of_cache]
             if not torch.compiler.is_dynamo_compiling():
-                given = signature.bind(*args, **kwargs).arguments
-                _refuse_share(given, given[cache])
-            return original(*args, **kwargs)
+                _refuse_share(given, cache)
+            if cache is not None and given["config"]._attn_implementation == NAME:
+                given["layer_idx"] = _layer_with_keys(cache, given["layer_idx"])
+            return original(**given)
         stand_in = torch.empty(0, 0, 0, 0, device="cpu")
-        args = tuple(stand_in if x is spec else x for x in args)
-        kwargs = {name: stand_in if x is spec else x for name, x in kwargs.items()}
-        return tuple(spec if x is stand_in else x for x in original(*args, **kwargs))
+        given = {name: stand_in if x is spec else x for name, x in given.items()}
+        return tuple(spec if x is stand_in else x for x in original(**given))
 
     return _preprocess_mask_arguments
+
+
+def _layer_with_keys(cache: Any, asked: int) -> int:
+    """The layer by whose keys to size a mask: the one asked for, or if it has none, the next of its kind that has some.
+
+    transformers asks for the first layer, which never has keys in MiniMax.
+    """
+    layers = list(getattr(cache, "layers", ()))[asked:]
+    if not layers or _has_keys(layers[0]):
+        return asked
+    kinds = [getattr(layer, "is_sliding", False) for layer in layers]
+    return next((asked + i for i, x in enumerate(layers) if kinds[i] == kinds[0] and _has_keys(x)), asked)
+
+
+def _has_keys(layer: Any) -> bool:
+    """Returns True for a layer's cache that is not empty. A static one has a place for every key from the start."""
+    if getattr(layer, "is_compileable", False):
+        return True
+    return hasattr(layer, "get_seq_length") and bool(layer.get_seq_length() > 0)
 
 
 def needed_parameters(original: Callable[..., Any] | None) -> str:
     """The parameters that `_preprocess_mask_arguments` must have: its own, if they have what is read here."""
     if original is not None:
         names = inspect.signature(original).parameters.keys()
-        if {"config", "attention_mask", "position_ids"} <= names and not names.isdisjoint(CACHES):
+        if {"config", "attention_mask", "position_ids", "layer_idx"} <= names and not names.isdisjoint(CACHES):
             return render(original)
-    return "(config, inputs_embeds, attention_mask, cache, position_ids, ...)"
+    return "(config, inputs_embeds, attention_mask, cache, position_ids, layer_idx, ...)"
 
 
 def _refuse_share(given: Mapping[str, Any], cache: Any) -> None:

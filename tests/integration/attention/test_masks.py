@@ -165,11 +165,15 @@ def test_a_mask_that_is_handed_on_is_returned_as_it_is(maker: Maker) -> None:
 
 
 def test_a_function_without_what_is_read_is_refused_by_its_patch() -> None:
-    def of_today(config: Any, inputs_embeds: Any, attention_mask: Any, cache: Any, position_ids: Any) -> None: ...
-    def of_old(
-        config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any, position_ids: Any
+    def of_today(
+        config: Any, inputs_embeds: Any, attention_mask: Any, cache: Any, position_ids: Any, layer_idx: Any
     ) -> None: ...
-    def renamed(config: Any, inputs_embeds: Any, attention_mask: Any, kv: Any, position_ids: Any) -> None: ...
+    def of_old(
+        config: Any, inputs_embeds: Any, attention_mask: Any, past_key_values: Any, position_ids: Any, layer_idx: Any
+    ) -> None: ...
+    def renamed(
+        config: Any, inputs_embeds: Any, attention_mask: Any, kv: Any, position_ids: Any, layer_idx: Any
+    ) -> None: ...
 
     for known in (of_today, of_old, masking_utils._preprocess_mask_arguments):
         assert needed_parameters(known) == render(known)

@@ -15,6 +15,7 @@ from torch import nn
 import hf_ring_attn
 import tests.helpers.jobs.hybrid_jobs as jobs
 from hf_ring_attn.errors import UnsupportedModel
+from hf_ring_attn.integration.context.introspect import CACHES
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import hybrid_bits, plain_jobs
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, on_two_or_four, without_ring
@@ -262,7 +263,7 @@ def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too()
 
 
 def test_generation_with_a_cache_whose_first_layer_has_no_keys() -> None:
-    """transformers took the length of that layer's: a query of MiniMax was refused, and saw padding with sdpa."""
+    """transformers took the length of that layer's: queries of MiniMax were refused, and saw padding with sdpa."""
     ids = tokens(12)["input_ids"].clone()
     ids[1, :5] = 0
     model: Any = tiny("minimax", "ring_fp32")
@@ -270,6 +271,23 @@ def test_generation_with_a_cache_whose_first_layer_has_no_keys() -> None:
     assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
     one = {"input_ids": ids[:1], "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(**one), tiny("minimax").generate(**one))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 2)], ids=["one row", "padded"])
+@torch.no_grad()
+def test_several_queries_with_a_cache_whose_first_layer_has_no_keys(rows: slice) -> None:
+    """They were refused: "inside an active ring the model must get its rank's 5 of 5 tokens"."""
+    ids = tokens(12)["input_ids"][rows]
+    mask = torch.ones_like(ids)
+    mask[1:, :5] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model: Any = tiny("minimax", "ring_fp32")
+    given = {} if len(ids) == 1 else {"attention_mask": mask}
+    want = model(ids, position_ids=positions, use_cache=False, **given).logits
+    first = model(ids[:, :7], position_ids=positions[:, :7], **{name: x[:, :7] for name, x in given.items()})
+    name = next(name for name in CACHES if name in first)
+    got = model(ids[:, 7:], position_ids=positions[:, 7:], **{name: first[name]}, **given).logits
+    torch.testing.assert_close(got, want[:, 7:])
 
 
 def interrupt(*_: Any) -> None:
