@@ -230,7 +230,11 @@ def documents(*lengths: int) -> Batch:
 
 def alone(change: str, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and gradients by transformers' own attention, each document by itself."""
-    model, total = made(change, None), torch.zeros((), dtype=torch.float64)
+    return by_documents(made(change, None), batch)
+
+
+def by_documents(model: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    total = torch.zeros((), dtype=torch.float64)
     positions = batch.get("position_ids", torch.arange(batch["input_ids"].shape[1])[None])
     starts = [*torch.nonzero(positions[0] == 0).flatten().tolist(), positions.shape[1]]
     count = batch["labels"][:, 1:].ne(-100).sum()
@@ -277,3 +281,52 @@ def plain_between() -> float:
     model(**batch).loss.backward()
     gradients, (_, expected) = gradients_of(model), alone(change, batch)
     return max(relative_error(gradients[name], x) for name, x in expected.items())
+
+
+EXCHANGES: dict[str, list[Callable[[], nn.Module]]] = {
+    "of the same class": [Short, Short],
+    "of another class": [Short, OfTokens],
+    "that takes tokens": [OfTokens, OfItself],
+}
+"""The convolutions that a model gets after its first batch, and those that take their places after the second."""
+
+
+def exchanged(kinds: str, batch: Batch, keeps_old: bool) -> list[float]:
+    """How far the losses and gradients of three batches are from one process, with a step after each.
+
+    Args:
+        keeps_old: the convolutions that are taken out stay alive.
+    """
+    ring, own = ready_to_change("ring_fp32"), ready_to_change(None)
+    kept: list[Any] = []
+    found = []
+    for number, make in enumerate([None, *EXCHANGES[kinds]]):
+        if make is not None:
+            kept += [getattr(layer, "beside", None) for layer in ring.model.layers if keeps_old]
+            for model in (ring, own):
+                torch.manual_seed(number)
+                in_layers(make, plain, model)
+                model.double()
+        sharded = hf_ring_attn.shard(batch)
+        with sharded:
+            loss = ring(**sharded.inputs).loss
+        loss.backward()
+        sharded.reduce_gradients(ring)
+        gradients, (want, expected) = gradients_of(ring), by_documents(own, batch)
+        pairs = [(sharded.reduce(loss.detach()), want), *((gradients[name], x) for name, x in expected.items())]
+        found.append(max(relative_error(one, other) for one, other in pairs))
+        step(ring, gradients)
+        step(own, expected)
+    return found
+
+
+def ready_to_change(attention: str | None) -> Any:
+    model: Any = tiny("llama", attention).double().train()
+    model.config.use_cache = False
+    return model
+
+
+@torch.no_grad()
+def step(model: Any, gradients: dict[str, Tensor]) -> None:
+    for name, weight in model.named_parameters():
+        weight -= 0.1 * gradients[name]

@@ -71,3 +71,13 @@ def test_an_input_with_as_many_entries_as_a_rank_has_tokens(ranks: Ranks) -> Non
     for raised in ranks(2).run(jobs.refused, MEMORY, [tokens(23)]):
         assert raised is not None, "not refused"
         assert "has as many entries as a rank has tokens" in raised[1]
+
+
+@pytest.mark.parametrize("keeps_old", [False, True], ids=["alone", "beside the old one"])
+@pytest.mark.parametrize("kinds", jobs.EXCHANGES)
+def test_a_convolution_that_comes_between_batches_and_another_in_its_place(
+    ranks: Ranks, kinds: str, keeps_old: bool
+) -> None:
+    """What was found out about the model before does not hold for it, nor do the rows of the old layer's calls."""
+    for far in ranks(2).run(jobs.exchanged, kinds, jobs.documents(9, 14), keeps_old):
+        assert max(far) < EXACT, far
