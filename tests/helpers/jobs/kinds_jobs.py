@@ -105,19 +105,24 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(torch.stack([(one[name] - x).norm() for name, x in other.items()]).norm())
 
 
-def model_of(kind: Kind, mesh: Mesh, folder: str, device: str = "cpu") -> Any:
+def quantized(model: Any, config: BitsAndBytesConfig, attention: str, device: str) -> Any:
+    """The model as `from_pretrained` quantizes it."""
+    auto: Any = AutoModelForCausalLM
+    with a_folder(None) as folder:  # of each rank its own
+        (Path(folder) / "config.json").write_text(model.config.to_json_string())  # save_pretrained writes on one rank
+        save_file(model.state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
+        return auto.from_pretrained(
+            folder, quantization_config=config, device_map={"": device}, attn_implementation=attention,
+            dtype=torch.float32,
+        )  # fmt: skip
+
+
+def model_of(kind: Kind, mesh: Mesh, device: str = "cpu") -> Any:
     attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
     model: Any = tiny("llama", attention, **(ON_GPU if device != "cpu" else WIDE if kind.quantized else {}))
     if kind.quantized is not None:
-        (Path(folder) / "config.json").write_text(model.config.to_json_string())  # save_pretrained writes on one rank
-        save_file(model.state_dict(), Path(folder) / "model.safetensors", {"format": "pt"})
-        auto: Any = AutoModelForCausalLM
-        config: Any = BitsAndBytesConfig
+        model = quantized(model, BitsAndBytesConfig(**kind.quantized), attention, device)  # type: ignore[no-untyped-call]
         prepare: Any = prepare_model_for_kbit_training
-        model = auto.from_pretrained(
-            folder, quantization_config=config(**kind.quantized), device_map={"": device},
-            attn_implementation=attention, dtype=torch.float32,
-        )  # fmt: skip
         for part in model.modules():  # on some CPUs its first evaluation, here the self-check's, packs weights for bf16
             if hasattr(part, "support_avx512bf16_for_cpu"):
                 part.support_avx512bf16_for_cpu = False
@@ -139,9 +144,11 @@ def small_tensors_in_8_bits(optimizer: str) -> Iterator[None]:
         adamw: Any = importlib.import_module("torchao.optim").AdamW8bit
 
         def buffer(_self: Any, weight: Tensor, signed: bool) -> Any:
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            fits = local.numel() >= 16 and local.numel() % 16 == 0
+            zeros = adamw._subclass_zeros(local, signed, 16) if fits else torch.zeros_like(local)
             if not isinstance(weight, DTensor):
-                return adamw._subclass_zeros(weight, signed, 16)
-            zeros = adamw._subclass_zeros(weight.to_local(), signed, 16)
+                return zeros
             placed: Any = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
             return DTensor.from_local(zeros, weight.device_mesh, weight.placements, **placed)
 
@@ -187,7 +194,7 @@ def trained(
         if "bit" in kind.arguments.get("optim", ""):
             stack.enter_context(small_tensors_in_8_bits(kind.arguments["optim"]))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # torchao compiles a step for each shape
-        trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, folder, device))
+        trainer = trainer_of(run, mesh, folder, model_of(kind, mesh, device))
         if kind.fsdp is not None and mesh.cp > 1:
             under_fsdp2(trainer, kind.fsdp)
         if kind.scaled:
@@ -224,9 +231,9 @@ def refused_where_weights_are_packed() -> str:
     """What a step of QLoRA is refused with on a CPU that packs 4-bit weights."""
     mesh = Mesh(cp=2)
     kind = Kind(why="", lora=LORA, quantized=NF4)
-    with launched(mesh), a_folder(None) as folder, warnings.catch_warnings(action="ignore"):
+    with launched(mesh), warnings.catch_warnings(action="ignore"):
         hf_ring_attn.install()
-        model = model_of(kind, mesh, folder)
+        model = model_of(kind, mesh)
         for part in model.modules():
             if hasattr(part, "support_avx512bf16_for_cpu"):
                 part.support_avx512bf16_for_cpu = True

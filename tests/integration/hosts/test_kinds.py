@@ -18,7 +18,7 @@ from hf_ring_attn.integration.gradients import fsdp
 from hf_ring_attn.layers.host_memory import host_memory
 from tests.helpers.jobs import kinds_jobs
 from tests.helpers.jobs.comparison import LOSS, Ranks
-from tests.helpers.jobs.kinds_jobs import ADAM, INT8, KINDS, LORA, TORCHAO, Kind, Trained, distance
+from tests.helpers.jobs.kinds_jobs import ADAM, INT8, KINDS, LORA, NF4, TORCHAO, Kind, Trained, distance
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.models.tiny_models import tiny
 
@@ -94,15 +94,18 @@ def layers_in(found: Trained) -> set[str]:
     return {match[0] for name in found.after if (match := re.match(r".*[.]layers[.][0-9]+[.]", name))}
 
 
-def check_resumed(ranks: Ranks, kind: Kind, folder: Path, ring_size: int) -> None:
-    """A run in a ring of two, and one of ``ring_size`` that goes on from its checkpoint, must end alike."""
-    want = ranks(2).run(kinds_jobs.trained, kind, Mesh(cp=2), str(folder / "first"))[0]
+IN_SHARDS = {"state_dict_type": "SHARDED_STATE_DICT"}
+
+
+def check_resumed(ranks: Ranks, kind: Kind, folder: Path, first: int, second: int) -> None:
+    """A run in a ring of the first size, and one of the second that goes on from its checkpoint, must end alike."""
+    want = ranks(first).run(kinds_jobs.trained, kind, Mesh(cp=first), str(folder / "first"))[0]
     checkpoint = str(folder / "first" / "checkpoint-2")
-    for got in ranks(ring_size).run(kinds_jobs.trained, kind, Mesh(cp=ring_size), str(folder / "second"), checkpoint):
+    for got in ranks(second).run(kinds_jobs.trained, kind, Mesh(cp=second), str(folder / "second"), checkpoint):
         assert got.losses == pytest.approx(want.losses, rel=LOSS)
         moved = distance(without_wrapper(want.after), want.before)
         assert distance(got.after, want.after) < UPDATE * moved
-    if kind.lora is not None:
+    if kind.lora is not None and kind.fsdp is not IN_SHARDS:  # which have no file of the adapter
         check_adapter(
             folder / "second" / "checkpoint-3" / "adapter_model.safetensors", without_wrapper(want.after), moved
         )
@@ -115,6 +118,7 @@ def check_adapter(file: Path, weights: dict[str, torch.Tensor], moved: float) ->
     assert saved.keys() == want.keys() and distance(saved, want) < UPDATE * moved
 
 
+SAVED = {**ADAM, "save_strategy": "steps", "save_steps": 2}
 MOVES = {
     "all in one file, LoRA": ({"state_dict_type": "FULL_STATE_DICT"}, LORA),
     "in shards": ({"state_dict_type": "SHARDED_STATE_DICT"}, None),
@@ -129,19 +133,28 @@ MOVES = {
 def test_fsdp2_resumes_at_another_ring_size(ranks: Ranks, tmp_path: Path, form: str) -> None:
     """Under FSDP2 again, since Trainer refuses its checkpoints elsewhere."""
     fsdp, lora = MOVES[form]
-    kind = Kind(why="FSDP2, saved", lora=lora, fsdp=fsdp, arguments={**ADAM, "save_strategy": "steps", "save_steps": 2})
-    check_resumed(ranks, kind, tmp_path, 4)
+    check_resumed(ranks, Kind(why="FSDP2, saved", lora=lora, fsdp=fsdp, arguments=SAVED), tmp_path, 2, 4)
+
+
+WITH_BITS = {
+    "QLoRA, paged AdamW in 8 bits": (
+        Kind(why="", lora=LORA, quantized=NF4, arguments={**SAVED, "optim": "paged_adamw_8bit"}), 1, 2,
+    ),
+    "torchao": (Kind(why="", arguments={**SAVED, "optim": TORCHAO}), 1, 2),
+    "torchao, in shards": (Kind(why="", fsdp=IN_SHARDS, arguments={**SAVED, "optim": TORCHAO}), 2, 2),
+    "torchao, LoRA in shards": (
+        Kind(why="", fsdp=IN_SHARDS, lora=LORA, arguments={**SAVED, "optim": TORCHAO}), 2, 4,
+    ),
+}  # fmt: skip
+"""Kinds, and the sizes of the ring that saves and of the one that goes on. Under FSDP2 torchao's states resume from
+shards alone (a warning tells of it), and on other shards if these are whole blocks: those of all weights are not."""
 
 
 @pytest.mark.qlora
+@pytest.mark.parametrize("name", WITH_BITS)
 @pytest.mark.turns
-def test_torchaos_optimizer_resumes_from_a_sharded_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    """Not from a whole one, of which a warning tells: torch refuses to load it."""
-    kind = Kind(
-        why="", fsdp={"state_dict_type": "SHARDED_STATE_DICT"},
-        arguments={**ADAM, "optim": TORCHAO, "save_strategy": "steps", "save_steps": 2},
-    )  # fmt: skip
-    check_resumed(ranks, kind, tmp_path, 2)
+def test_few_bits_resume_at_another_ring_size(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    check_resumed(ranks, WITH_BITS[name][0], tmp_path, *WITH_BITS[name][1:])
 
 
 @pytest.mark.parametrize(("form", "warns"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
