@@ -130,9 +130,14 @@ def gathered_kv_for(
     return keeper
 
 
+def number_of_backward() -> int:
+    """The number of the backward that runs; -1 outside of backwards."""
+    return int(torch._C._current_graph_task_id())
+
+
 def is_recomputing() -> bool:
     """Returns True in a backward, that is, in a checkpoint's recompute. The same on every rank."""
-    return torch._C._current_graph_task_id() != -1
+    return number_of_backward() != -1
 
 
 def number_tensor(number: int) -> Tensor:

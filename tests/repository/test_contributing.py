@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "hf_ring_attn"
 TEXT = (REPOSITORY / "CONTRIBUTING.md").read_text()
 CODE = re.compile(r"`([^`]+)`")
-MUTABLE = re.compile(r"Weak|^(list|OrderedDict|dict|set|deque|local|threading\.local)$")
+MUTABLE = re.compile(r"Weak|^RunningLayers$|^(list|OrderedDict|dict|set|deque|local|threading\.local)$")
 
 
 def table(head: str) -> str:

@@ -32,6 +32,7 @@ from ..memory import embedded_inputs, offloading
 from ..model import agreement, call_inputs, liger
 from ..model.recurrent_ops import RUNNING
 from ..model.ring_calls import in_ring
+from ..model.whole_layers import AROUND
 from ..patching.compiler import uncompiled
 from ..selfcheck.suspected import check_suspected
 from .announce import announce
@@ -68,6 +69,7 @@ def ring_context(context: BatchContext) -> Iterator[None]:
         undos.callback(context.state(SharedKV).clear)
         # After Ctrl-C torch calls no hook that would do the following.
         undos.callback(RUNNING.clear)
+        undos.callback(AROUND.clear)
         text = context.text
         if text is not None:
             undos.callback(setattr, text, "running", False)

@@ -157,7 +157,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # A checkpoint that copied the mask lost its attribute.
     elif share is not None or (_RAN in module.__dict__ and recomputed):
         raise errors.RecurrentLayerWithoutMask(type(module).__name__)
-    RUNNING.append((module, rows))
+    RUNNING.enter(module, rows)
 
 
 def _mark_mask(given: list[Any], share: RowShare) -> None:
@@ -171,5 +171,4 @@ def _mark_mask(given: list[Any], share: RowShare) -> None:
 
 @uncompiled(BY_HOST)
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
-    if RUNNING and RUNNING[-1][0] is module:  # not after a refusal in _enter
-        RUNNING.pop()
+    RUNNING.leave(module)

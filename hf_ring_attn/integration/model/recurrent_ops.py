@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ... import errors
 from ...layers.halo import RowShare, compute_with_halo
 from ...layers.head_parallel import compute_by_heads
+from ...traffic.gathered_kv import number_of_backward
 from ..patching.compiler import uncompiled
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -86,18 +87,36 @@ def replaceable(function: Any) -> bool:
     return isinstance(function, nn.Module) or hasattr(function, "__wrapped__")
 
 
-RUNNING: list[tuple[nn.Module, RowShare | None]] = []
-"""The layers that run now, the innermost last, with their rows; None outside a sharded batch."""
+class RunningLayers(list[tuple[nn.Module, RowShare | None, int]]):
+    """The layers that run now, the innermost last: each with its rows (None outside a sharded batch) and its backward.
+
+    After Ctrl-C torch calls no hook at a layer's end. Of a forward the batch's context clears what is left, and what is
+    left of a backward does not count after it.
+    """
+
+    def enter(self, module: nn.Module, rows: RowShare | None) -> None:
+        """Adds a layer that begins."""
+        self.append((module, rows, number_of_backward()))
+
+    def leave(self, module: nn.Module) -> None:
+        """Removes a layer that ends, if it was added: it may have been refused before."""
+        if self and self[-1][0] is module:
+            self.pop()
+
+    @property
+    def rows(self) -> RowShare | None:
+        """The rows of the innermost layer; None if no layer runs."""
+        return self[-1][1] if self and self[-1][2] == number_of_backward() else None
 
 
-def running_rows() -> RowShare | None:
-    return RUNNING[-1][1] if RUNNING else None
+RUNNING = RunningLayers()
+"""Those whose functions are replaced."""
 
 
 def _fused(original: Callable[..., Any]) -> Any:
     @uncompiled(BY_HOST)
     def no_shortcut(*args: Any, **kwargs: Any) -> Any:
-        return None if running_rows() is not None else original(*args, **kwargs)
+        return None if RUNNING.rows is not None else original(*args, **kwargs)
 
     return no_shortcut
 
@@ -107,7 +126,7 @@ def _convolution(original: Callable[..., Any]) -> Any:
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
     ) -> Tensor:
-        if (rows := running_rows()) is None:
+        if (rows := RUNNING.rows) is None:
             out: Tensor = original(hidden_states, weight, bias, activation=activation, **kwargs)
             return out
 
@@ -125,7 +144,7 @@ def _scan(name: str, original: Callable[..., Any]) -> Any:
 
     @uncompiled(BY_HOST)
     def scanned(*args: Any, **kwargs: Any) -> Any:
-        if (rows := running_rows()) is None:
+        if (rows := RUNNING.rows) is None:
             return original(*args, **kwargs)
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         for state in scan.states:

@@ -31,7 +31,7 @@ from ..log import warn
 from ..memory.attributes import Attributes
 from ..patching.compiler import uncompiled
 from ..patching.modules import OwnForward, attach, replace
-from .recurrent_ops import BY_HOST
+from .recurrent_ops import BY_HOST, RunningLayers
 from .recurrent_rows import MASK, refuse_cache, rows_in, rows_of_batch
 
 TOKENWISE = re.compile(r"(Norm(Gated)?|M[Ll][Pp]|Embedding)$")
@@ -52,8 +52,8 @@ _KEEPS = (
     "return it for each token instead, or do not pack"
 )
 _ROWS = "hf_ring_attn: the rows of this layer on whole rows"
-_AROUND: list[tuple[nn.Module, RowShare | None]] = []
-"""The layers that run now and take a mask, the innermost last, with their rows; None outside a sharded batch."""
+AROUND = RunningLayers()
+"""Those that take a mask, around layers on whole rows."""
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
@@ -130,13 +130,12 @@ def _layer_around(model: nn.Module, name: str) -> nn.Module | None:
 
 @uncompiled(BY_HOST)
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _AROUND.append((module, rows_in([*args, *kwargs.values()])))
+    AROUND.enter(module, rows_in([*args, *kwargs.values()]))
 
 
 @uncompiled(BY_HOST)
 def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
-    if _AROUND and _AROUND[-1][0] is module:
-        _AROUND.pop()
+    AROUND.leave(module)
 
 
 class _OnWholeDocuments(OwnForward):
@@ -189,7 +188,7 @@ class _OnWholeDocuments(OwnForward):
     def _rows(self, args: Any, kwargs: Any) -> RowShare | None:
         """The rows of which this call has a share; None outside of sharded batches."""
         given, ran = [*args, *kwargs.values()], _RAN.setdefault(self.module, _Runs())
-        rows = rows_in(given) or (_AROUND[-1][1] if _AROUND else None)
+        rows = rows_in(given) or AROUND.rows
         if rows is None and is_recomputing():
             fitting = [one for one in ran.alive if any(_is_of_tokens(x, one) for _, x in tensors_of((args, kwargs)))]
             if fitting and (ran.latest is None or not all(_alike(one, fitting[0]) for one in fitting)):

@@ -307,6 +307,23 @@ def test_a_layer_that_ctrl_c_interrupts_leaves_its_rows_to_no_other_model() -> N
         assert torch.equal(other(**batch).logits, want)
 
 
+def test_a_layer_that_ctrl_c_interrupts_in_a_backward_leaves_its_rows_to_no_other_model() -> None:
+    """No context ends after it: logits were 4.3 off."""
+    other: Any = tiny("mamba2")
+    batch = {"input_ids": tokens(23)["input_ids"], "use_cache": False}
+    with torch.no_grad():
+        want = other(**batch).logits
+    model: Any = tiny("mamba2", "ring_fp32").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with hf_ring_attn.shard(packed(9, 14)) as sharded:
+        loss = model(**sharded.inputs).loss
+    model.backbone.layers[1].mixer.norm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    with torch.no_grad():
+        assert torch.equal(other(**batch).logits, want)
+
+
 def test_uninstall_leaves_the_functions_of_a_model_s_file_as_they_were(ranks: Ranks) -> None:
     assert ranks(2).run(jobs.left_behind) == [(True, True)] * 2
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+import hf_ring_attn
 import tests.helpers.jobs.whole_layer_jobs as jobs
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import Batch, tokens
+from tests.helpers.models.tiny_models import tiny
 
 EXACT = 1e-6
 """transformers' loss is float32."""
@@ -71,6 +76,26 @@ def test_an_input_with_as_many_entries_as_a_rank_has_tokens(ranks: Ranks) -> Non
     for raised in ranks(2).run(jobs.refused, MEMORY, [tokens(23)]):
         assert raised is not None, "not refused"
         assert "has as many entries as a rank has tokens" in raised[1]
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@torch.no_grad()
+def test_a_layer_that_ctrl_c_interrupts_leaves_its_rows_to_no_other_model() -> None:
+    """A layer of another model that gets no mask took the documents of those rows: logits were 2.0 off."""
+    packed, whole = jobs.documents(9, 14), {"input_ids": tokens(23)["input_ids"], "use_cache": False}
+    other: Any = tiny("llama", "ring_fp32")
+    other.model.norm = jobs.Within(other.model.norm, jobs.Short())
+    with hf_ring_attn.shard(packed) as sharded:
+        other(**sharded.inputs)
+    want = other(**whole).logits
+    model = jobs.made("a short convolution in MLPs", "ring_fp32")
+    model.model.layers[1].input_layernorm.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt), (sharded := hf_ring_attn.shard(packed)):
+        model(**sharded.inputs)
+    assert torch.equal(other(**whole).logits, want)
 
 
 @pytest.mark.parametrize("keeps_old", [False, True], ids=["alone", "beside the old one"])
