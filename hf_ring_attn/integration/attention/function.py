@@ -83,19 +83,8 @@ def ring_attention_forward(
         if indices is not None:
             attention_mask = _of_chosen(attention_mask, indices, key.shape[2])
         return _local(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, sinks, kwargs)
-    spec, where = attention_mask, type(module).__name__
-    if dropout:
-        todo = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
-        _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", todo)
-    if softcap == 0:
-        _refuse(errors.UnsupportedArgument, where, f"softcap={softcap}", _NO_CAP)
-    for name, why in REFUSED_ARGUMENTS.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            _refuse(errors.UnsupportedArgument, where, name, why)
-    causal, seen = kwargs.get("is_causal"), spec.seen
-    drops = not (getattr(module, "is_causal", True) if causal is None else causal)
-    if drops and isinstance(seen, Band) and seen.lo == 0:
-        _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
+    spec = attention_mask
+    _refuse_arguments(module, spec, dropout, softcap, kwargs)
     whole = spec.layout.world_size > 1 and query.shape[2] != spec.places.shape[0]
     if whole or key.shape[2] != query.shape[2]:
         _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
@@ -113,7 +102,7 @@ def ring_attention_forward(
     trains = module.training and query.requires_grad
     if indices is not None:
         if score_mod is not None:
-            _refuse(errors.UnsupportedArgument, where, "score_mod", _CHOOSES)
+            _refuse(errors.UnsupportedArgument, type(module).__name__, "score_mod", _CHOOSES)
         out = _of_indexer(spec, trains, indices, params, q, k, v)
     elif score_mod is not None:
         out = _scored(spec, trains, score_mod, params, q, k, v)
@@ -125,6 +114,27 @@ def ring_attention_forward(
     if not torch.compiler.is_compiling():
         _follow(out, module, spec)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+def _refuse_arguments(
+    module: nn.Module, spec: MaskSpec, dropout: float, softcap: float | None, others: dict[str, Any]
+) -> None:
+    """Refuses arguments with which a ring's attention is not exact."""
+    where = type(module).__name__
+    if dropout:
+        _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", _NO_DROPOUT)
+    if softcap == 0:
+        _refuse(errors.UnsupportedArgument, where, f"softcap={softcap}", _NO_CAP)
+    for name, why in REFUSED_ARGUMENTS.items():
+        if others.get(name) is not None and others[name] is not False:
+            _refuse(errors.UnsupportedArgument, where, name, why)
+    causal, seen = others.get("is_causal"), spec.seen
+    drops = not (getattr(module, "is_causal", True) if causal is None else causal)
+    if drops and isinstance(seen, Band) and seen.lo == 0:
+        _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
+
+
+_NO_DROPOUT = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
 
 
 @uncompiled("hf_ring_attn hooks the backward of an attention")

@@ -28,6 +28,7 @@ from ..context.model_record import Visits
 from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
 from ..gradients import ddp, fsdp, replicas
+from ..gradients.same_weights import compare_weights
 from ..memory import embedded_inputs, offloading
 from ..model import agreement, call_inputs, liger
 from ..model.recurrent_ops import RUNNING
@@ -51,7 +52,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
     record = agreement.admit(model, context, meanwhile)
     ddp.note_trained(model, context)
     fsdp.note_trained(model, context)
-    replicas.compare(model, context)  # before the self-check, which would find a difference without its cause
+    compare_weights(model, context)  # before the self-check, which would find a difference without its cause
     check_suspected(model, context, record)
     offloading.reserve(model, record, context)
     masks.prepare_masks(model, context)
@@ -110,7 +111,7 @@ class Binding:
         self.undos.callback(self.end)
         self.watch_all()
         for model in context.log.models:
-            replicas.compare(model, context)  # it may train only since `shard`
+            compare_weights(model, context)  # it may train only since `shard`
             self.watch(model)
 
     def watch_all(self) -> None:

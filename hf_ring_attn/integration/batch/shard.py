@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from ..context.model_record import Visits
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS, read_batch, tokens_of
 from ..gradients import beside_weights, fsdp, replicas
+from ..gradients.mean_loss import mean_loss
 from ..losses import whole_heads
 from ..losses.local_logits import held
 from ..model import call_inputs
@@ -98,7 +99,7 @@ class Sharded(RowReductions):
             loss: ``out.loss``, or a sum of losses of this rank's tokens divided by ``inputs["num_items_in_batch"]``.
         """
         self._refuse_unused("reduce")
-        return replicas.mean_loss(held(loss).detach(), self.ring)
+        return mean_loss(held(loss).detach(), self.ring)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gathers whole sequences, in their original order, from every rank's share.
@@ -267,17 +268,13 @@ def shard_for(
         compiled, *everyone = agree()
         compare(everyone[: beside_weights.COLUMNS])
     except (errors.PeerLost, errors.RanksDiffer) as error:
-        if isinstance(error, errors.RanksDiffer):
-            error.of_program = True
-        if lacks_backward():
-            error.add_note(_NO_BACKWARD)
+        _tell_of_program(error)
         raise
     if any(compiled):
         shared_kv.go_by_bits()
 
     context = sharded.context
     context.state(SentNumbers)[:] = everyone[beside_weights.COLUMNS :]
-    context.state(Visits).update(visited)
     context.gathers_logits = gathers_logits
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
@@ -293,8 +290,23 @@ def shard_for(
         seeds = ring.numbers(ring_random.next_seed(), ring.small_device(device), "sent its seed")
         context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
     context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
-    for one in [] if model is None else [model, *beside]:
-        admit(one, context)
-        context.log.named.add(one)
-    context.state(Visits).clear()  # the models may change until they are called
+    if model is not None:
+        _admit_all([model, *beside], context, visited)
     return sharded
+
+
+def _admit_all(models: Iterable[nn.Module], context: BatchContext, visited: Visits) -> None:
+    """Admits the models that will get a batch. ``visited``: what is known of them now."""
+    context.state(Visits).update(visited)
+    for model in models:
+        admit(model, context)
+        context.log.named.add(model)
+    context.state(Visits).clear()  # the models may change until they are called
+
+
+def _tell_of_program(error: errors.PeerLost | errors.RanksDiffer) -> None:
+    """Says of a failed comparison of batches what the program may have done."""
+    if isinstance(error, errors.RanksDiffer):
+        error.of_program = True
+    if lacks_backward():
+        error.add_note(_NO_BACKWARD)

@@ -1,8 +1,7 @@
-"""Replicas of a model in a plain loop: averages their gradients, and detects that they differ.
+"""Replicas of a model in a plain loop: averages their gradients, and detects that a program left it out.
 
 DDP and FSDP average gradients over the ranks of a ring. Those of a bare model are averaged at the end of each backward
-that is seen, else by `Sharded.reduce_gradients`, whose absence shows at the next batch. DDP and FSDP also broadcast
-weights; those of a bare model are compared before it trains.
+that is seen, else by `Sharded.reduce_gradients`, whose absence shows at the next batch.
 """
 
 from __future__ import annotations
@@ -21,18 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import errors
 from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
-from ..context.introspect import is_ddp, is_dtensor, is_unit, local_of, may_train, name_of, split_across, unwrapped
+from ..context.introspect import is_ddp, is_dtensor, is_unit, local_of, may_train, split_across, unwrapped
 from ..context.model_record import Visits, latest_record
 from ..log import warn
 from ..patching.changes import at_uninstall
 from . import fsdp, fsdp_units
 from .backward_end import Averages, BackwardEnd, average
-from .loss_gradients import TODO
-
-SAME_WEIGHTS = (
-    "Build or load the same model on every rank (seed before random initialisation, LoRA's too), or wrap it in DDP or "
-    "FSDP."
-)
 
 AVERAGING = {"DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine", "DTensor"}
 PARTS = {"DistributedDataParallel", "FSDPModule", "DTensor"}
@@ -232,70 +225,7 @@ def _note_averaged(weights: list[Any], context: BatchContext) -> None:
     ]
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-class _Compared(set[tuple[str, bool]]):
-    """The rings in which a model's weights were compared, and in training mode or not."""
-
-
-def compare(model: nn.Module, context: BatchContext) -> None:
-    """Compares the trained weights of a bare model over the ring, once for each model, ring and mode.
-
-    Raises:
-        RanksDiffer: on every rank, with the name of the first weight that differs.
-        UnsupportedModel: a weight waits on the host or on disk; RefusedElsewhere: on the other ranks.
-    """
-    ring = context.ring
-    case = ring.name, model.training
-    if ring.size == 1 or not may_train(model) or case in latest_record(model).state(_Compared):
-        return
-    every = {name: x for name, x in model.named_parameters() if x.requires_grad}
-    bare = set(map(id, bare_of(list(every.values()), model, ring)))
-    trained = {name: x for name, x in every.items() if id(x) in bare}
-    if trained:
-        away = next((name for name, x in trained.items() if x.is_meta), None)
-        refusal = None if away is None else errors.UnsupportedModel(name_of(model), [_AWAY.format(away)])
-        here = next((x.device for x in trained.values() if not x.is_meta), torch.device("cpu"))
-        device, doing = ring.small_device(here), "compared the weights that train"
-        ring.agree({"number of weights that train": len(trained)}, device, SAME_WEIGHTS, refusal, doing=doing)
-        ring.agree(
-            {f"weights of {name}": local_of(x) for name, x in trained.items()}, device, SAME_WEIGHTS, doing=doing
-        )
-    latest_record(model).state(_Compared).add(case)
-
-
-_AWAY = (
-    "its weight {} trains, but its device_map put it on disk or in host memory, where it has no gradient: load the "
-    "model without device_map, and shard it by FSDP2"
-)
-
-
-def mean_loss(loss: Tensor, ring: Ring, has_one_value: bool = False) -> Tensor:
-    """The mean over the ring of each rank's ``loss``. Warns of a rank whose loss alone is not finite.
-
-    Args:
-        has_one_value: it is no part of a loss, but the same on every rank.
-
-    Raises:
-        RanksDiffer: on every rank, if it has another value on one.
-    """
-    if loss.numel() != 1 or ring.size == 1 or not loss.is_floating_point():
-        return ring.mean(loss)
-    bits = loss.double().view(torch.int64).reshape(())
-    numbers = ring.numbers(bits, ring.small_device(loss.device), "averaged its loss (reduce)")
-    losses = torch.tensor(numbers).view(torch.float64)
-    finite = losses.isfinite().tolist()
-    if any(finite) and not all(finite):
-        odd, others = finite.index(False), [str(rank) for rank, it_is in enumerate(finite) if it_is]
-        warn(
-            f"the loss is {float(losses[odd])} on rank {odd}, not on rank {', '.join(others)}: look at its tokens first"
-        )
-    elif (
-        has_one_value and all(finite) and float(losses.max() - losses.min()) > _SAME_FACTOR * float(losses.abs().max())
-    ):
-        raise errors.RanksDiffer("loss of a batch", losses.tolist(), TODO)
-    return losses.mean().to(loss).reshape(loss.shape)
+# ---- weights that are noted ------------------------------------------------------------------------------------------
 
 
 def watch_learned(name: str, captured: Iterable[Tensor], context: BatchContext) -> None:

@@ -175,7 +175,7 @@ def _compute_share(
     share = dict.fromkeys(("prompt_ids", "prompt_mask"), counted[:, :0])
     share |= dict.fromkeys(("completion_ids", "completion_mask"), counted)
     loss, *sums = original(self, unwrapped_student, share, num_items_in_batch)
-    return ring_calls.of_batch(loss, context), *sums  # a wrapper of PEFT does not give it the value of the batch
+    return ring_calls.with_value_of_batch(loss, context), *sums  # a wrapper of PEFT does not give it that
 
 
 @around

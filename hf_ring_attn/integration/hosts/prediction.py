@@ -18,7 +18,7 @@ from ..batch.whole_outputs import NOTHING_SEEN, whole_output
 from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
-from ..gradients.replicas import mean_loss
+from ..gradients.mean_loss import mean_loss
 from ..losses.lazy_logits import ChunkedLoss
 from ..patching.changes import Original, Patch, around
 from . import own_methods

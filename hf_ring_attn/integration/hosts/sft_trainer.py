@@ -64,7 +64,7 @@ def _compute_loss(
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
     if self.aux_loss_enabled:  # no sum: each rank has that of the whole row
         self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
-    loss = ring_calls.of_batch((result[0] if return_outputs else result) * times, context)
+    loss = ring_calls.with_value_of_batch((result[0] if return_outputs else result) * times, context)
     return (loss, result[1]) if return_outputs else loss
 
 

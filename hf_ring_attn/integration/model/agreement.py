@@ -167,7 +167,7 @@ def _sample(model: nn.Module, weights: list[Any], agreed: _Agreement, context: B
         return {"no weight": None}
     turns = context.ring.state(_Turns)
     turn = turns[inside(model)] = turns.get(inside(model), -1) + 1
-    if turn == 0:  # `replicas.compare` or DDP made them the same
+    if turn == 0:  # `compare_weights` or DDP made them the same
         return {"no weight": None}
     index, name = trained[turn % len(trained)]
     weight = weights[index]

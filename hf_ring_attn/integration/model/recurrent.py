@@ -27,7 +27,7 @@ from ..patching.compiler import uncompiled
 from ..patching.modules import attach
 from . import whole_layers
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
-from .recurrent_rows import MASK, mark, of_batch, refuse_cache, rows_in, rows_of_batch
+from .recurrent_rows import MASK, make_mask_function, mark, refuse_cache, rows_in, rows_of_batch
 from .whole_layers import carries_state
 
 LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe", "recurrent"}
@@ -80,7 +80,7 @@ def recurrent_of(model: nn.Module) -> Recurrent:
 
 def _find(model: nn.Module) -> Recurrent:
     layers = recurrent_layers(model)
-    whole = whole_layers.found(model, layers)
+    whole = whole_layers.find_whole_layers(model, layers)
     unknown = list(_unknown(model, {**layers, **whole}))
     types = [set(getattr(config, "layer_types", None) or ()) for config in configs_of(model)]
     no_attention = any(types) and all(kinds <= {"linear_attention", "mamba"} for kinds in types)  # as in Mamba
@@ -130,7 +130,7 @@ def _alive(layers: Mapping[str, weakref.ref[nn.Module]]) -> list[nn.Module]:
 
 
 def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
-    for function, make in {MASK: of_batch, **MAKERS}.items():
+    for function, make in {MASK: make_mask_function, **MAKERS}.items():
         if function in file:
             yield Patch(f"{name}:{function}", render(file[function]), make)
 

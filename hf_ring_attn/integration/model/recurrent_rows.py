@@ -57,7 +57,7 @@ def refuse_cache(layer: str, given: Iterable[Any]) -> None:
         raise errors.UnsupportedArgument(layer, "a cache", why, "was called with")
 
 
-def of_batch(original: Callable[..., Any]) -> Any:
+def make_mask_function(original: Callable[..., Any]) -> Any:
     """Makes the replacement of transformers' function `MASK`."""
 
     @uncompiled(BY_HOST)

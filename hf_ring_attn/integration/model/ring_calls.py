@@ -196,22 +196,22 @@ def _after(output: Any, computed: loss_function.Computed) -> Any:
         return output
     if isinstance(output, dict):
         if _is_loss(output.get("loss")):
-            output["loss"] = of_batch(output["loss"], context, computed)
+            output["loss"] = with_value_of_batch(output["loss"], context, computed)
         return output
     if isinstance(output, tuple) and output and _is_loss(output[0]):
-        every = (of_batch(output[0], context, computed), *output[1:])
+        every = (with_value_of_batch(output[0], context, computed), *output[1:])
         return output._make(every) if hasattr(output, "_make") else every
-    return of_batch(output, context, computed) if _is_loss(output) else output
+    return with_value_of_batch(output, context, computed) if _is_loss(output) else output
 
 
 @uncompiled(_BY_HOST)
 def _uncalled(loss_function: Callable[..., Any], args: Any, given: dict[str, Any]) -> Any:
     """Computes the loss of a ``forward`` that a program called itself, past the hooks, as that of a call."""
     context, loss = batch_context.current(), loss_function(*args, **given)
-    return of_batch(loss, context) if context is not None and _is_loss(loss) else loss
+    return with_value_of_batch(loss, context) if context is not None and _is_loss(loss) else loss
 
 
-def of_batch(loss: Tensor, context: BatchContext, computed: loss_function.Computed | None = None) -> Tensor:
+def with_value_of_batch(loss: Tensor, context: BatchContext, computed: loss_function.Computed | None = None) -> Tensor:
     """Gives a rank's part of a loss the value of the batch's, unless it has that already."""
     if context.ring.size == 1 or context.whole_head or context.gathers_logits or not context.facts.has_labels:
         return loss

@@ -65,7 +65,7 @@ def carries_state(module: nn.Module) -> bool:
     return bool(STATEFUL.search(kind)) and not TOKENWISE.search(kind)
 
 
-def found(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def find_whole_layers(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The outermost modules that look along the sequence beside attention, without the ``known`` layers, by name."""
     text, layers = inner_text_model(model), {id(layer) for layer in known.values()}
     of_text = None if text is None else {id(module) for module in text.modules()}  # beside it are projectors of images
@@ -168,7 +168,7 @@ class _OnWholeDocuments(OwnForward):
 
         if not tokens:
             return compute([], slice(None))
-        return _keeping(rows, compute_on_whole_documents(rows, [*tokens.values()], compute, name))
+        return _keep_rows(rows, compute_on_whole_documents(rows, [*tokens.values()], compute, name))
 
     def _guard(self, attribute: str) -> None:
         """Refuses a loss that uses a tensor in an attribute, since it is of the last document.
@@ -191,7 +191,7 @@ class _OnWholeDocuments(OwnForward):
         rows = rows_in(given) or AROUND.rows
         if rows is None and is_recomputing():
             fitting = [one for one in ran.alive if any(_is_of_tokens(x, one) for _, x in tensors_of((args, kwargs)))]
-            if fitting and (ran.latest is None or not all(_alike(one, fitting[0]) for one in fitting)):
+            if fitting and (ran.latest is None or not all(_have_same_documents(one, fitting[0]) for one in fitting)):
                 raise errors.UnsupportedModel(type(self.module).__name__, [_MIXED])
             return fitting[0] if fitting else None
         rows = rows or rows_of_batch()
@@ -233,7 +233,7 @@ class _Runs:
 _RAN: weakref.WeakKeyDictionary[nn.Module, _Runs] = weakref.WeakKeyDictionary()
 
 
-def _keeping(rows: RowShare, output: Any) -> Any:
+def _keep_rows(rows: RowShare, output: Any) -> Any:
     """Lets the graph of an output keep its rows alive."""
     for _, x in tensors_of(output):
         made_by: Any = x.grad_fn
@@ -242,10 +242,8 @@ def _keeping(rows: RowShare, output: Any) -> Any:
     return output
 
 
-def _alike(a: RowShare, b: RowShare) -> bool:
-    if (a.ring, a.layout, a.count) != (b.ring, b.layout, b.count):
-        return False
-    return a.pieces == b.pieces
+def _have_same_documents(a: RowShare, b: RowShare) -> bool:
+    return (a.ring, a.layout, a.count) == (b.ring, b.layout, b.count) and a.pieces == b.pieces
 
 
 class _Within(threading.local):

@@ -33,7 +33,7 @@ from ..context.tensor_tree import tensors_of
 from ..context.trial_step import TrialStep
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp_units
-from ..gradients.replicas import SAME_WEIGHTS
+from ..gradients.same_weights import SAME_WEIGHTS
 from ..gradients.weight_parts import sharding_of
 from ..log import warn
 from ..losses.lazy_logits import ChunkedLoss

@@ -158,10 +158,7 @@ class Sample:
         generator = torch.Generator().manual_seed(seed)
         config = next(introspect.configs_of(model))
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        count = row_length(world_size)
-        reach = getattr(config, "max_position_embeddings", None)
-        if isinstance(reach, int) and reach > 0:  # learned positions may end there, unless the batch goes further
-            count = min(count, max(reach - (self.first or 0), self.length))
+        count = self._count(world_size, config)
         row: dict[str, Any] = {}
         for name, x in self.tokens.items():
             row[name] = x[:, torch.arange(count) % x.shape[1]].expand(rows, *[-1] * (x.dim() - 1))
@@ -191,6 +188,17 @@ class Sample:
         elif labelled:
             # Labels on one rank only: then the mean of the ranks' own means is far from the mean of all.
             row["labels"] = random.masked_fill(~one_rank | (mask == 0), IGNORED).to(device)
+        return {**self._other_inputs(rows, count), **row}
+
+    def _count(self, world_size: int, config: Any) -> int:
+        """The number of tokens in a row."""
+        count, reach = row_length(world_size), getattr(config, "max_position_embeddings", None)
+        if isinstance(reach, int) and reach > 0:  # learned positions may end there, unless the batch goes further
+            count = min(count, max(reach - (self.first or 0), self.length))
+        return count
+
+    def _other_inputs(self, rows: int, count: int) -> dict[str, Any]:
+        """The batch's inputs without tokens: of its first rows."""
         others = {
             name: x[:rows] if isinstance(x, Tensor) and x.dim() else _first_entries(x, self.rows, rows)
             for name, x in self.others.items()
@@ -198,7 +206,7 @@ class Sample:
         if self.head:  # spans end within the row
             spans = [name for name, x in others.items() if name.endswith("_positions") and isinstance(x, Tensor)]
             others |= {name: others[name] % count for name in spans}
-        return {**others, **row}
+        return others
 
     def _own_words(self, ordinary: Tensor, configs: list[Any]) -> Tensor:
         """The batch's ids [n], each once, ascending.
