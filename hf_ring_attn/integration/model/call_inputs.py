@@ -209,66 +209,84 @@ def watch(
         unwatched: a context without the hook before every module.
         inside: the model is running already.
     """
-    began = [(context.log.plain, context.log.scored)]
-    compared: list[Callable[[], None]] = []
-    looks = context.ring.size > 1 and latest_record(model).uses_ring()
-
-    @uncompiled(_BY_HOST)
-    def before(_model: nn.Module, args: Any, given: dict[str, Any] | None = None) -> None:
-        if given is None:  # removed while torch calls a model's hooks, by a garbage collection that ends the context
-            return
-        if torch.is_grad_enabled():
-            replicas.note_trained(model, context)
-        began[:] = [(context.log.plain, context.log.scored)]
-        compared[:] = [compare(named(args, given))] if looks_at_tokens() else []
-
-    def looks_at_tokens() -> bool:
-        is_batch = looks and batch_context.current() is context  # else the self-check's row, or another batch
-        return is_batch and context.config.self_check and context.text is None
-
-    def named(args: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return by_name(_accepted(model, context), args, given)
-
-    def compare(given: dict[str, Any]) -> Callable[[], None]:
-        return start_comparison(model, given, context.state(TrackedInputs), context)
-
-    @uncompiled(_BY_HOST)
-    def after(_model: nn.Module, args: Any, given: Any, *outputs: Any) -> Any:
-        if not outputs:  # as `before`
-            return None
-        (output,) = outputs
-        context.log.fused |= bool(given.get("fused_lm_head"))
-        if looks and batch_context.current() is context:
-            every = named(args, given)
-            _refuse_others(model, every, context, _has_loss(output))
-            if looks_at_tokens():
-                end = compared.pop() if compared else compare(every)  # a call in progress was not seen before
-                end()
-                check_tokens(model, given, context.state(TrackedInputs))
-            _mark_caches(output)
-            if context.state(TrialStep).loss is None and not context.gathers_logits:  # the self-check tries no loss
-                output = hand_out(output, context)
-        by_share = context.ring.size > 1 and not context.whole_head
-        if by_share and not context.facts.has_labels and _has_loss(output):
-            raise errors.LossWithoutLabels(name_of(model))
-        if given.get("score_mod") is None:
-            return output
-        plain, scored = context.log.plain - began[0][0], context.log.scored - began[0][1]
-        if plain or not scored:
-            raise errors.ScoreModDropped(name_of(model), scored, plain)
-        return output
-
-    compiled = compiled_call(model)
+    watched, compiled = _Watched(model, context), compiled_call(model)
     if compiled is not None and not inside:  # it would trace hooks, and compile anew for those of each batch
 
         def call(*args: Any, **given: Any) -> Any:
-            before(model, args, given)
+            watched.before(model, args, given)
             with unwatched():
                 output = compiled(*args, **given)
-            return after(model, args, given, output)
+            return watched.after(model, args, given, output)
 
         hooks.enter_context(Replaced(model, "_compiled_call_impl", call))
         return
     # First: in accelerate's loop a later hook leaves the context, which removes these hooks.
-    hooks.enter_context(model.register_forward_hook(after, with_kwargs=True, prepend=True))
-    hooks.enter_context(model.register_forward_pre_hook(before, with_kwargs=True))
+    hooks.enter_context(model.register_forward_hook(watched.after, with_kwargs=True, prepend=True))
+    hooks.enter_context(model.register_forward_pre_hook(watched.before, with_kwargs=True))
+
+
+class _Watched:
+    """The checks of a model's calls in one batch."""
+
+    def __init__(self, model: nn.Module, context: BatchContext) -> None:
+        self.model, self.context = model, context
+        self.attended = self._attentions()
+        self.end_comparison: Callable[[], None] | None = None
+        self.in_ring = context.ring.size > 1 and latest_record(model).uses_ring()
+
+    @uncompiled(_BY_HOST)
+    def before(self, _model: nn.Module, args: Any, given: dict[str, Any] | None = None) -> None:
+        """Notes the attentions until a call, and begins to compare its tokens."""
+        if given is None:  # removed while torch calls a model's hooks, by a garbage collection that ends the context
+            return
+        if torch.is_grad_enabled():
+            replicas.note_trained(self.model, self.context)
+        self.attended = self._attentions()
+        self.end_comparison = self._start_comparison(self._named(args, given)) if self._looks_at_tokens() else None
+
+    @uncompiled(_BY_HOST)
+    def after(self, _model: nn.Module, args: Any, given: Any, *outputs: Any) -> Any:
+        """Checks a call, and returns its output, perhaps another one."""
+        if not outputs:  # as `before`
+            return None
+        (output,) = outputs
+        context = self.context
+        context.log.fused |= bool(given.get("fused_lm_head"))
+        if self.in_ring and batch_context.current() is context:
+            output = self._checked(output, args, given)
+        by_share = context.ring.size > 1 and not context.whole_head
+        if by_share and not context.facts.has_labels and _has_loss(output):
+            raise errors.LossWithoutLabels(name_of(self.model))
+        if given.get("score_mod") is not None:
+            plain, scored = (now - then for now, then in zip(self._attentions(), self.attended, strict=True))
+            if plain or not scored:
+                raise errors.ScoreModDropped(name_of(self.model), scored, plain)
+        return output
+
+    def _checked(self, output: Any, args: Any, given: Any) -> Any:
+        """Checks the inputs of a call of the batch itself, and returns its output."""
+        model, context = self.model, self.context
+        every = self._named(args, given)
+        _refuse_others(model, every, context, _has_loss(output))
+        if self._looks_at_tokens():
+            end = self.end_comparison or self._start_comparison(every)  # a call in progress was not seen before
+            self.end_comparison = None
+            end()
+            check_tokens(model, given, context.state(TrackedInputs))
+        _mark_caches(output)
+        tries_loss = context.state(TrialStep).loss is not None  # in the self-check
+        return output if tries_loss or context.gathers_logits else hand_out(output, context)
+
+    def _looks_at_tokens(self) -> bool:
+        is_batch = self.in_ring and batch_context.current() is self.context  # else the self-check's row, or another's
+        return is_batch and self.context.config.self_check and self.context.text is None
+
+    def _start_comparison(self, given: dict[str, Any]) -> Callable[[], None]:
+        return start_comparison(self.model, given, self.context.state(TrackedInputs), self.context)
+
+    def _named(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return by_name(_accepted(self.model, self.context), args, given)
+
+    def _attentions(self) -> tuple[int, int]:
+        """The numbers of attentions of the batch until now, without and with a score_mod."""
+        return self.context.log.plain, self.context.log.scored
