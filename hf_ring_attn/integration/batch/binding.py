@@ -184,8 +184,8 @@ class Binding:
         except BaseException:
             self.running = None
             raise
-        # This hook runs before every module, so it leaves once they are known: 32 layers have 400. A compiled model
-        # would trace it, and compile again for each batch.
+        # The hook before every module (32 layers have 400) is removed once all are known, and from a compiled model,
+        # which would trace it and compile again for each batch.
         compiled = introspect.compiled_part(module) is not None or model_record.latest_record(module).compiled
         if self.handle is not None and (searched or compiled):
             self.handle.remove()

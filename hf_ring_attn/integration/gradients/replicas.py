@@ -174,7 +174,7 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
     message[1, ring.rank] = 1.0 if factor is None else factor
     message[2, ring.rank] = float(not all(map(_is_averaged, trained)))
     refusals, factors, changed = (ring.mean(message) * ring.size).tolist()
-    # Averaged gradients are the same on all ranks, and so are weights that a program moves along them.
+    # If all ranks moved their weights after an average, they moved them alike: that is no refusal.
     reduced: Any = context.state(ReducedGradients)
     if any(refusals) and not (all(refusals) and all(x in reduced for x in trained)):
         ring.agree({}, ring.small_device(weight.device), failure=refusal, doing="averaged its gradients")
@@ -269,7 +269,7 @@ def warn_if_not_reduced() -> None:
     while _last:
         last = _last.pop()
         trained = _alive(last.weights)
-        # Without a step since, gradients are still being added up, or there is no training. Or the model is gone.
+        # The model is gone; or no step was made since, as while gradients are added up, or without training.
         if len(trained) < len(last.weights) or sum(map(_VERSION, trained)) == last.written:
             continue
         warn(

@@ -169,7 +169,7 @@ class _Calls:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Arguments | None:
-        # Running: a submodule of the model. No kwargs: removed while torch calls hooks, by a garbage collection.
+        # A submodule of the running model; or this hook was removed, by a garbage collection while torch calls hooks.
         if self.running is not None or kwargs is None:
             return None
         forward = self.accelerator.unwrap_model(module).forward

@@ -29,7 +29,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     def gather(*args: Any, **kwargs: Any) -> Any:
         work = original(*args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        # Libraries gather weights, often, and numbers; a program gathers rows of a queue without gradients, too.
+        # What a library gathers without gradients are weights and numbers. A program may so gather rows, for a queue.
         is_of_library = caller.startswith(LIBRARIES)
         trains = any(isinstance(x, Tensor) and x.requires_grad for x in (*args[1:], *kwargs.values()))
         if torch.compiler.is_compiling() or (is_of_library and not trains) or caller.startswith("accelerate."):

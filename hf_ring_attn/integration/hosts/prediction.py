@@ -159,13 +159,20 @@ def predict(
         loss = mean_loss(loss.detach().mean(), sharded.ring, sharded.context.state(TrialStep).has_one_value)
     if prediction_loss_only:
         return loss, None, None
+    left_out = [*ignore_keys, "loss"] if has_loss else ignore_keys  # else Trainer takes it for a prediction
+    logits = _whole_outputs(sharded, model, outputs, left_out, only)
+    return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
+
+
+def _whole_outputs(
+    sharded: Sharded, model: nn.Module, outputs: Any, left_out: Sequence[str], only: str
+) -> tuple[Any, ...]:
+    """The outputs of a call, gathered to whole sequences. ``only``: the one that is asked for; "": all."""
     if not isinstance(outputs, dict):
         raise errors.UnknownOutput("outputs", type(outputs).__name__, sharded.layout.local_length)
-    left_out = [*ignore_keys, "loss"] if has_loss else ignore_keys  # else Trainer takes it for a prediction
     wanted = [name for name in outputs if name not in left_out and only in ("", name)]
     seen = latest_record(model).state(SeenOutputs)
-    logits = tuple(whole_sequences(sharded, name, outputs[name], seen) for name in wanted)
-    return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
+    return tuple(whole_sequences(sharded, name, outputs[name], seen) for name in wanted)
 
 
 def whole_sequences(sharded: Sharded, name: str, x: Any, seen: SeenOutputs = NOTHING_SEEN) -> Any:

@@ -55,17 +55,22 @@ def _compute_loss(
             replaced.enter_context(Replaced(self, _STEPS, 1))
         result = original(self, model, inputs, return_outputs, count)
     if self.model.training and getattr(self, "_is_vlm", True):
-        # With images each rank counted whole rows; other rings' batches may have none.
-        mask = inputs.get("attention_mask")
-        counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
-        mine = counted if context.text is None or context.ring.rank == 0 else 0
-        of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device))
-        self._total_train_tokens = tokens + int(of_all.sum())
-        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        _count_tokens(self, inputs, context, tokens)
     if self.aux_loss_enabled:  # no sum: each rank has that of the whole row
         self._metrics["train" if self.model.training else "eval"]["aux_loss"][-1] *= times / context.ring.size
     loss = ring_calls.with_value_of_batch((result[0] if return_outputs else result) * times, context)
     return (loss, result[1]) if return_outputs else loss
+
+
+def _count_tokens(sft: Any, inputs: dict[str, Any], context: batch_context.BatchContext, before: int) -> None:
+    """Counts a batch's tokens once for each ring. ``before``: the count before this batch."""
+    mask = inputs.get("attention_mask")
+    counted = int(mask.sum()) if mask is not None else inputs["position_ids"].size(1)
+    # With images each rank has whole rows; other rings' batches may have none.
+    mine = counted if context.text is None or context.ring.rank == 0 else 0
+    of_all = sft.accelerator.gather(torch.tensor(mine, device=sft.accelerator.device))
+    sft._total_train_tokens = before + int(of_all.sum())
+    sft._metrics["train"]["num_tokens"] = [sft._total_train_tokens]
 
 
 def _predict(sft: Any, *given: Any) -> Any:

@@ -103,7 +103,7 @@ def _trial_step(trainer: Any, trains: bool, count: Callable[[Any, dict[str, Any]
 
     kind, own = type(trainer), program_methods.set_on(trainer, "compute_loss")
     functions = (kind.compute_loss, own, trainer.compute_loss_func)
-    # By identity: a dataclass has no hash. The model's record must not keep alive what may hold the model.
+    # By identity, since a dataclass has no hash; weakly, since these may hold the model, whose record keeps the key.
     key: tuple[Any, ...] = tuple(None if one is None else WeakIdRef(one) for one in (trainer, *functions))
     if not program_methods.is_own(trainer, "compute_loss"):
         return TrialStep(loss, trains, "", key)

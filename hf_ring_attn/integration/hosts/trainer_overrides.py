@@ -73,7 +73,8 @@ Prepare = Callable[[Any, nn.Module, Any], tuple[Callable[[], Any], Any]]
 
 def begin_training(trainer: Any, model: nn.Module) -> None:
     """Sets the mode for a step. Trainer does so before `_prepare_inputs`, but after what calls that in a ring."""
-    # After an evaluation, of the model inside its wrapper. The call takes 5 ms for adapters on 32 layers.
+    # An evaluation may have changed the mode of the model inside its wrapper alone. The call takes 5 ms for adapters
+    # on 32 layers.
     if not all(one.training for one in unwrapped(model)):
         model.train()
     if callable(getattr(trainer.optimizer, "train", None)):

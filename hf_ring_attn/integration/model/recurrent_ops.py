@@ -154,7 +154,7 @@ def _scan(name: str, original: Callable[..., Any]) -> Any:
             {at: given[at] for at in names if given.get(at) is not None}
             for names in (scan.heads, scan.shared, scan.weights)
         )
-        # Other tensors are inputs of the model, of which packages use documents only; these are computed one by one.
+        # No other tensors: packages read documents from the model's inputs, and here each document is computed alone.
         others = {at: x for at, x in kwargs.items() if not isinstance(x, Tensor)}
 
         def compute(a: list[Tensor], b: list[Tensor], c: list[Tensor]) -> Tensor:

@@ -61,8 +61,8 @@ def in_ring(model: nn.Module, running: bool = False, as_one: bool = False) -> It
                 wrapper = ddp.wrapper_of(called, model) if whole is None else None
                 _hook(called, wrapper, traced, is_called, handles)
         context = batch_context.current()
-        # In the self-check's whole row labels that the forward changes count, as in one process; where a compiler
-        # traces the loss, the ring's row hides them, so the two differ.
+        # If a forward changes its labels, the self-check's whole row must have the loss of the changed ones, as in one
+        # process. A compiler that traces the loss hides them in the ring's row, so the two differ.
         if as_one and context is not None and context.ring.size == 1:
             for owner in owners:
                 handles.enter_context(loss_function.Computed().watch(owner))

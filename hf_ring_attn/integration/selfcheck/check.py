@@ -106,7 +106,7 @@ def check(model: nn.Module, context: BatchContext, record: ModelRecord) -> None:
             if case not in verdicts:
                 with ring_random.preserved():
                     state.verdict = job.run(job.try_tokens, sample.rows if context.whole_head else 1)
-                    # Not of a refused batch: it may ask the model for other outputs than the next one.
+                    # Only now: a batch that is refused may ask for other outputs than the next one does.
                     latest_record(inner).state(SeenOutputs).add(job.seen)
                     try_placeholders(job)
                 verdicts[case] = state.verdict  # last: what was refused is refused again
@@ -170,7 +170,7 @@ class _Check(AcrossRanks):
             again, more = self._everywhere([float(other) for other in others]).any(0).tolist()
             if not (fsdp_units.end_forward(self.model) and (again or more)):
                 raise
-        # Without inputs that it may not take; or with all rows of the batch, for a model of pairs.
+        # The row lacks inputs now that the model may not take. A model of pairs needs all rows of the batch.
         return self.run(attempt, rows) if again else self._run(attempt, self.sample.rows)
 
     def _run(self, attempt: Callable[[int, int], Attempt | None], rows: int) -> str:
