@@ -166,7 +166,7 @@ class _Check(AcrossRanks):
                 self.states.second = False
             return found
         except errors.SelfCheckNotRun as error:
-            others = [self.sample.leaves_out_unnamed(self.model, error), self.sample.rows != rows]
+            others = [self.sample.leaves_out_more(self.model, error), self.sample.rows != rows]
             again, more = self._everywhere([float(other) for other in others]).any(0).tolist()
             if not (fsdp_units.end_forward(self.model) and (again or more)):
                 raise

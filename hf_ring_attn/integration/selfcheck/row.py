@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ...sharding.layout import Layout
 from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..context.introspect import TOKENS
+from ..context.local_batch import CACHE
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, WholeBatch
 from ..log import warn
@@ -43,6 +44,22 @@ class SelfCheckState:
     verdict: str = ""
 
 
+class _Without(NamedTuple):
+    """Inputs that a model is called without, if its forward does not name them.
+
+    Args:
+        cache: use_cache, which hooks give to the transformers model inside. unnamed: keys of the batch.
+    """
+
+    cache: bool = False
+    unnamed: bool = False
+
+
+_EVERY = _Without()
+_WITHOUT = _EVERY, _Without(cache=True), _Without(unnamed=True), _Without(cache=True, unnamed=True)
+"""The ways to call a model, in the order in which they are tried."""
+
+
 @dataclass
 class Sample:
     """Facts of the user's batch that its row shares.
@@ -52,7 +69,7 @@ class Sample:
         first: the first position id; None if it has no position_ids.
         masked: it has a 2-D mask. hides: the mask hides tokens on the left, on the right.
         head: the model's head gets whole rows. labels: the batch's, of any shape, for such a head.
-        named_only: leave keys of the batch out that the model's forward does not name.
+        without: inputs that the model is called without.
         unnamed: the batch's tokens, if it has features under names that are not known; see `placeholders`.
         padding: the batch's tokens, and which of them its mask hides.
         ids: the batch's tokens, unless it has images.
@@ -70,7 +87,7 @@ class Sample:
     unnamed: Tensor | None = None
     padding: tuple[Tensor, Tensor] | None = None
     ids: Tensor | None = None
-    named_only: bool = False
+    without: _Without = _EVERY
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], whole: WholeBatch, context: BatchContext) -> Sample | None:
@@ -115,23 +132,27 @@ class Sample:
         """Facts that batches have in common if their tokens' places are told in the same way."""
         return self.first is None, self.masked, self.hides
 
-    def leaves_out_unnamed(self, model: nn.Module, error: Exception) -> bool:
-        """Returns True once, after a TypeError, if the batch has keys that the forward of ``model`` does not name.
+    def leaves_out_more(self, model: nn.Module, error: Exception) -> bool:
+        """Returns True after a TypeError, if the model can be called with fewer inputs that its forward does not name.
 
-        A program may take these out before it calls its model. If it does not, their effect is not checked: a warning
-        says so.
+        A program's own module may pass use_cache itself. A program may take keys of the batch out before it calls its
+        model; if it does not, their effect is not checked: a warning says so.
         """
-        names = self._unnamed(model)
-        if self.named_only or not names or not isinstance(error.__cause__, TypeError):
+        names, takes_cache = self._unnamed(model), CACHE in introspect.parameters_of(model)
+        left = _WITHOUT[_WITHOUT.index(self.without) + 1 :]
+        wanted = next((w for w in left if not (w.cache and takes_cache) and (names or not w.unnamed)), None)
+        if wanted is None or not isinstance(error.__cause__, TypeError):
             return False
-        self.named_only = True
-        warn(LEFT_OUT.format(introspect.name_of(model), sorted(names), error.__cause__))
+        if wanted.unnamed and not self.without.unnamed:
+            warn(LEFT_OUT.format(introspect.name_of(model), sorted(names), error.__cause__))
+        self.without = wanted
         return True
 
     def taken(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs that the model is called with."""
-        unnamed = self._unnamed(model) if self.named_only else set()
-        names = introspect.parameters_of(model, inputs.keys() - unnamed)
+        unnamed = self._unnamed(model) if self.without.unnamed else set()
+        made = {CACHE} if self.without.cache else set()
+        names = introspect.parameters_of(model, inputs.keys() - unnamed - made)
         return {name: x for name, x in inputs.items() if name in names}
 
     def _unnamed(self, model: nn.Module) -> set[str]:

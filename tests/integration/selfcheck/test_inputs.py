@@ -56,6 +56,31 @@ def test_a_key_that_the_program_takes_out_is_no_input(ranks: Ranks) -> None:
         assert said[0].startswith("the self-check called LlamaForCausalLM without ['target'], since with all ")
 
 
+class PassesCache(nn.Module):
+    """A program's own module that passes use_cache itself, as Medusa's heads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base: Any = tiny("llama", "ring_fp32")
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.base(**inputs, use_cache=False)
+
+
+def step_of_own_module() -> tuple[float, int]:
+    """The loss of a module of a program's own, and how many warnings there were."""
+    module = PassesCache()
+    with mock.patch.object(row, "warn") as said, hf_ring_attn.shard(tokens(23)) as sharded:
+        loss = module(**{name: x for name, x in sharded.inputs.items() if name != "use_cache"}).loss
+    return float(sharded.reduce(loss)), said.call_count
+
+
+def test_a_module_that_passes_use_cache_itself(ranks: Ranks) -> None:
+    """It was refused: "got multiple values for keyword argument 'use_cache'", and in Trainer it got whole rows."""
+    (want, _), *_ = ranks(2).run(step, False)
+    assert ranks(2).run(step_of_own_module) == [(want, 0)] * 2
+
+
 def second_batch_with_more(wrapped: bool) -> tuple[str, list[str]]:
     """What a model is refused with whose error shows with an input that its second batch brings."""
     model: Any = shards(remote().train()) if wrapped else remote().train()
