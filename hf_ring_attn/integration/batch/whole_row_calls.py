@@ -198,12 +198,16 @@ class _Called:
         self.model, self.calls, self.place, self.replaced = model, calls, place, model.__dict__.get(place)
         self.__signature__ = inspect.signature(model.forward)
 
-    @uncompiled(_BY_HOST, alone=True)  # it calls the model
+    @uncompiled(_BY_HOST, alone=True)  # inside a sharded call it is in the graph of a compiled model
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.calls.are_off:
-            return self.calls.call(self.model, args, kwargs)
+            return self._shard(args, kwargs)
         own = self.replaced or (self.model._call_impl if self.place == _PLACES[0] else _forward_of(self.model, None))
         return own(*args, **kwargs)
+
+    @uncompiled(_BY_HOST)  # a compiler would trace all that shards the rows, if a compiled function calls the model
+    def _shard(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.calls.call(self.model, args, kwargs)
 
     def __reduce__(self) -> Any:  # a copy of the model has its own forward
         return _forward_of, (self.model, self.replaced)

@@ -240,15 +240,22 @@ class Around(nn.Module):
 
 
 def around(wrap: str, in_ring: bool = True) -> Answer:
+    """The sum of two batches' losses, and its gradients."""
     torch.manual_seed(0)
     module: Any = Around(tiny("llama", "ring_fp32" if in_ring else None).double())
-    called = DistributedDataParallel(module) if in_ring and wrap == "DDP" else module
-    with hf_ring_attn.whole_rows(called) if in_ring else nullcontext() as rows:
-        loss = called(padded(23, 3, 4))
-    loss.backward()
-    if rows is not None and wrap != "DDP":
-        rows.reduce_gradients(module)
-    return Answer(loss.detach(), {name: p.grad for name, p in module.named_parameters()})
+    wraps: dict[str, Callable[[Any], Any]] = {
+        "DDP": DistributedDataParallel,
+        "compiled": lambda module: torch.compile(module, backend="eager"),
+    }
+    called, total = wraps[wrap](module) if in_ring and wrap else module, torch.zeros(())
+    for batch in (padded(23, 3, 4), tokens(19)):
+        with hf_ring_attn.whole_rows(module) if in_ring else nullcontext() as rows:
+            loss = called(batch)
+        loss.backward()
+        if rows is not None and wrap != "DDP":
+            rows.reduce_gradients(module)
+        total = total + loss.detach()
+    return Answer(total, {name: p.grad for name, p in module.named_parameters()})
 
 
 class Parser(LlamaForCausalLM):  # type: ignore[no-untyped-call]
