@@ -29,7 +29,7 @@ from ...layers.chunked_loss import (
     rows_per_chunk,
 )
 from ...layers.collectives import sum_over_ring
-from ..context.introspect import is_of_wrapper, is_unit
+from ..context.introspect import is_dtensor, is_of_wrapper, is_unit
 from ..context.program_states import kept_buffers
 from ..context.tracked_input import version_of
 from ..patching.parameter_slots import slots_of, with_weights
@@ -92,8 +92,7 @@ class Head:
         self.slots = [slot for slot, _ in held]
         self.weights: list[Any] = [weight for _, weight in held]  # no nn.Parameter perhaps
         self.versions = self._versions()
-        kind = hidden.device.type
-        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.autocast = (kind := hidden.device.type, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.made: Tensor | None = None
         self.lazy: list[weakref.ref[LazyLogits]] = []
         self.losses = 0
@@ -107,11 +106,13 @@ class Head:
         self.vocabulary, self.dtype = sample.shape[-1], sample.dtype
 
     def reasons(self) -> Iterator[str]:
-        """Why gradients would be lost in chunks."""
+        """Why logits or gradients would be lost in chunks."""
         if self.written:
             yield "its head changes its buffers in each call"
         if not self.is_alone:
             yield "its head reads trained weights of other modules"
+        if is_dtensor(self.sample):  # a hook on the head gathers them
+            yield "its logits are in parts, on several ranks"
         if self.trains and self.dtype == torch.float16:  # taken in the forward, before a GradScaler has its factor
             yield "its logits are float16, whose gradients may overflow before the loss is scaled"
 

@@ -35,6 +35,7 @@ PARTS = [
     Parts(why="heads across rings", loaded={"fsdp_size": 2, "tp_size": 2}, same_rows=True),
     Parts(why="heads across rings, by torch", make=jobs.by_heads_and_fsdp2, same_rows=True),
     Parts(why="heads across rings, nothing sharded", make=jobs.by_heads, same_rows=True),
+    Parts(why="heads and words across rings, nothing sharded", make=jobs.by_heads_and_words, same_rows=True),
     Parts(why="heads and replicas, nothing sharded", loaded={"dp_replicate_size": 2, "tp_size": 2}, same_rows=True),
     Parts(why="heads across rings, averaged again by hand", make=jobs.by_heads, same_rows=True, by_hand=True),
     Parts(why="FSDP2 that is told the ring's size", make=jobs.divided_by_ranks, world=2),
