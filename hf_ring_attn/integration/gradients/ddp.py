@@ -28,6 +28,7 @@ from ..patching import optimizer_steps
 from ..patching.changes import at_uninstall
 from ..patching.modules import attach
 from .backward_end import Averages, BackwardEnd, average
+from .comm_hooks import HookTrial
 
 
 class Wrapped:
@@ -45,6 +46,7 @@ class Wrapped:
         """The identities of the weights that trained in any batch; it keeps these alive."""
         self.left: tuple[Ring, str] | None = None
         """Its ring, and what to do, if its last forward was in its no_sync or past it; until its optimizer steps."""
+        self.trial: HookTrial | None = None
         self._paused = self._passed = False
         self._reduced: list[Tensor] | None = None
         self._task: int | None = None
@@ -93,6 +95,8 @@ class Wrapped:
         if wrapper is None or self.is_local or task == self._task:
             return
         self._task = task
+        if self.trial is not None and self.awaits:
+            self.trial.compare_after()
         ring = Ring.of(wrapper.process_group)
         if not self.awaits or self._passed:
             self.awaits = self._passed = False
@@ -196,6 +200,8 @@ def note_trained(model: nn.Module, context: BatchContext) -> None:
             trained = frozenset(map(id, weights))
             wrapped.seen |= trained
             wrapped.trained[trained] = weights
+            if wrapper._comm_hooks and wrapped.trial is None and weights:
+                wrapped.trial = HookTrial(wrapper, weights)
             wrapped.has_late = len(wrapped.seen) > wrapper._get_ddp_logging_data()["num_parameter_tensors"]
         optimizer_steps.call_before_each_step(_refuse_unaveraged)
 

@@ -146,8 +146,9 @@ def by_heads(model: Any, _ring: Any, across: Any) -> Any:
 
 def by_heads_and_words(model: Any, ring: Any, across: Any) -> Any:
     """The same, and each rank makes the logits of some words, which a hook on the head gathers."""
-    plan = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
-    return parallelize_module(by_heads(model, ring, across), across, plan)
+    return parallelize_module(
+        by_heads(model, ring, across), across, {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    )
 
 
 def experts_by_torch(model: Any, ring: Any, _across: Any) -> Any:

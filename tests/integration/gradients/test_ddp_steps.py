@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -224,6 +225,32 @@ def outcome_with_a_nameless_hook() -> str:
 
 def test_a_hook_of_ddp_needs_no_name(ranks: Ranks) -> None:
     assert ranks(2).run(outcome_with_a_nameless_hook) == ["", ""]
+
+
+def refused_with_a_hook(divides: bool) -> str:
+    """What a backward is refused with whose DDP has a hook that sums gradients over ranks, or divides the sum."""
+    wrapped = DistributedDataParallel(tiny("llama", "ring_fp32").train())
+
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sent = bucket.buffer().div_(dist.get_world_size()) if divides else bucket.buffer()
+        summed: torch.futures.Future[Tensor] = dist.all_reduce(sent, async_op=True).get_future()
+        return summed.then(lambda future: future.value()[0])
+
+    # DDP compares the annotations with classes, which are texts in this file.
+    hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    wrapped.register_comm_hook(None, hook)
+    with hf_ring_attn.shard(tokens(23)) as sharded:
+        loss = wrapped(**sharded.inputs).loss
+    raised = attempt(loss.backward)
+    dist.barrier()
+    return "" if raised is None else raised[1]
+
+
+def test_a_hook_of_ddp_gives_the_mean(ranks: Ranks) -> None:
+    """Gradients were twice the mean, silently."""
+    assert ranks(2).run(refused_with_a_hook, True) == ["", ""]
+    for raised in ranks(2).run(refused_with_a_hook, False):
+        assert "gives 2 times the mean of the ranks' gradients" in raised
 
 
 def test_optimizers_that_torch_steps_before_ddp_has_averaged(ranks: Ranks) -> None:
