@@ -7,7 +7,7 @@ from ...traffic import transport_name
 from ..context.batch_context import BatchContext
 from ..context.mask_functions import SameGroup, parts_of
 from ..log import say
-from ..losses.lazy_logits import ChunkedLoss
+from ..losses.head import ChunkedLoss
 from ..selfcheck.row import SelfCheckState
 
 

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..context import introspect
 from ..context.batch_context import BatchContext
-from ..losses.lazy_logits import ChunkedLoss
+from ..losses.head import ChunkedLoss
 from ..model import adapters
 from ..model.experts import AuxiliaryLoss
 from ..patching.modules import Replaced

@@ -19,7 +19,7 @@ from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs, latest_record
 from ..context.trial_step import TrialStep
 from ..gradients.mean_loss import mean_loss
-from ..losses.lazy_logits import ChunkedLoss
+from ..losses.head import ChunkedLoss
 from ..patching.changes import Original, Patch, around
 from . import own_methods
 from .rings_as_processes import RingsAsProcesses

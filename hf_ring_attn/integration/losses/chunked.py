@@ -25,7 +25,8 @@ from ..context.local_batch import MadeInputs
 from ..context.model_record import latest_record
 from ..gradients.backward_end import BackwardEnd
 from ..patching.modules import OwnForward, Replaced
-from .lazy_logits import ChunkedLoss, Head, LazyLogits
+from .head import ChunkedLoss, Head
+from .lazy_logits import LazyLogits
 from .local_logits import LocalLogits, held
 from .origins import Origin
 from .shifts import TargetsOfBatch

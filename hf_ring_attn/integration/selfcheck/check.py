@@ -36,7 +36,7 @@ from ..gradients import fsdp_units
 from ..gradients.same_weights import SAME_WEIGHTS
 from ..gradients.weight_parts import sharding_of
 from ..log import warn
-from ..losses.lazy_logits import ChunkedLoss
+from ..losses.head import ChunkedLoss
 from ..model.ring_calls import in_ring
 from ..patching import changes
 from .across_ranks import AcrossRanks, stays_in

@@ -22,8 +22,9 @@ import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.config import Loss
 from hf_ring_attn.integration.batch.announce import loss_in_words
-from hf_ring_attn.integration.losses import lazy_logits
-from hf_ring_attn.integration.losses.lazy_logits import ChunkedLoss, LazyLogits
+from hf_ring_attn.integration.losses import head
+from hf_ring_attn.integration.losses.head import ChunkedLoss
+from hf_ring_attn.integration.losses.lazy_logits import LazyLogits
 from hf_ring_attn.layers import chunked_loss
 from tests.helpers.hosts import stays_float64
 from tests.helpers.jobs.plain_jobs import Batch, gradients_of, tokens
@@ -110,7 +111,7 @@ def sharded(model: Any, way: str) -> None:
 def in_float64(rows: int = 5) -> Iterator[list[int]]:
     """Losses stay in float64, and chunks are short. Gives the numbers of tokens whose logits were made at once."""
     made: list[int] = []
-    logits_of = lazy_logits.Head.logits_of
+    logits_of = head.Head.logits_of
 
     def counted(self: Any, hidden: Tensor, weights: Any) -> Tensor:
         made.append(len(hidden))
@@ -118,8 +119,8 @@ def in_float64(rows: int = 5) -> Iterator[list[int]]:
 
     with (
         mock.patch.object(Tensor, "float", stays_float64),
-        mock.patch.object(lazy_logits, "rows_per_chunk", return_value=rows),
-        mock.patch.object(lazy_logits.Head, "logits_of", counted),
+        mock.patch.object(head, "rows_per_chunk", return_value=rows),
+        mock.patch.object(head.Head, "logits_of", counted),
     ):
         yield made
 

@@ -14,7 +14,7 @@ from trl.trainer import utils as trl_utils
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.config import Loss
-from hf_ring_attn.integration.losses import lazy_logits
+from hf_ring_attn.integration.losses import head
 from tests.helpers.jobs import sft_jobs, trl_runs
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, ordered_metrics, trainer_of
@@ -97,7 +97,7 @@ def most_values_of_a_step(host: str, loss: Loss, options: dict[str, Any], short:
 def short_chunks() -> Iterator[None]:
     """Chunks of the loss, and of TRL's fused head, far below the sizes that toys would never reach."""
     with (
-        mock.patch.object(lazy_logits, "rows_per_chunk", return_value=CHUNK),
+        mock.patch.object(head, "rows_per_chunk", return_value=CHUNK),
         mock.patch.object(chunked_logprob, "TOKEN_CHUNK_SIZE", CHUNK),
         mock.patch.object(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", CHUNK),
     ):

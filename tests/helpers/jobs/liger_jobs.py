@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.config import Loss
-from hf_ring_attn.integration.losses.lazy_logits import ChunkedLoss
+from hf_ring_attn.integration.losses.head import ChunkedLoss
 from tests.helpers.jobs import chunked_jobs
 from tests.helpers.jobs.chunked_jobs import Answer, Step
 from tests.helpers.jobs.plain_jobs import attempt, gradients_of

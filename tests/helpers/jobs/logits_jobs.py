@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import hf_ring_attn
 from hf_ring_attn import RingConfig
-from hf_ring_attn.integration.losses.lazy_logits import ChunkedLoss, LazyLogits
+from hf_ring_attn.integration.losses.head import ChunkedLoss
+from hf_ring_attn.integration.losses.lazy_logits import LazyLogits
 from tests.helpers.jobs.chunked_jobs import Step, model_of, sharded
 from tests.helpers.jobs.plain_jobs import gradients_of, tokens
 from tests.helpers.models.tiny_models import tiny

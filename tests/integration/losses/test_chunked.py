@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_ring_attn.integration.losses import lazy_logits
+from hf_ring_attn.integration.losses import head
 from hf_ring_attn.layers import chunked_loss
 from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import chunked_jobs as jobs
@@ -113,7 +113,7 @@ def test_a_head_whose_gradients_would_be_lost_makes_logits(step: Step, why: str)
 
 
 DEFECTS: dict[str, tuple[object, str, Any]] = {
-    "the softcap left out": (lazy_logits, "_through", lambda chain, x: x),
+    "the softcap left out": (head, "through", lambda chain, x: x),
     "gradients of the weights lost": (chunked_loss, "add_wide", lambda total, gradient: torch.zeros_like(gradient)),
 }
 
