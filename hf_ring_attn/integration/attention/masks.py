@@ -281,9 +281,9 @@ def _layer_with_keys(cache: Any, asked: int) -> int:
 
 def _has_keys(layer: Any) -> bool:
     """Returns True for a layer's cache that is not empty. A static one has a place for every key from the start."""
-    if getattr(layer, "is_compileable", False):
-        return True
-    return hasattr(layer, "get_seq_length") and bool(layer.get_seq_length() > 0)
+    if not hasattr(layer, "get_seq_length"):  # a state, as of linear attention
+        return False
+    return bool(getattr(layer, "is_compileable", False) or layer.get_seq_length() > 0)
 
 
 def needed_parameters(original: Callable[..., Any] | None) -> str:

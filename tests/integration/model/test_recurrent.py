@@ -262,15 +262,21 @@ def test_an_unknown_recurrence_is_refused_for_packed_rows_in_a_ring_of_one_too()
         model(**sharded.inputs)
 
 
-def test_generation_with_a_cache_whose_first_layer_has_no_keys() -> None:
-    """transformers took the length of that layer's: queries of MiniMax were refused, and saw padding with sdpa."""
+@pytest.mark.parametrize("kind", ["minimax", "qwen3_5"])
+def test_generation_with_a_cache_whose_first_layer_has_no_keys(kind: str) -> None:
+    """transformers took the length of that layer's: queries of MiniMax were refused, and saw padding with sdpa.
+
+    In Qwen3.5 a layer without keys follows the one with keys.
+    """
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    more: dict[str, Any] = {} if kind == "minimax" else {"num_hidden_layers": 3, "layer_types": layers}
     ids = tokens(12)["input_ids"].clone()
     ids[1, :5] = 0
-    model: Any = tiny("minimax", "ring_fp32")
+    model: Any = tiny(kind, "ring_fp32", **more)
     given = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "max_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
     one = {"input_ids": ids[:1], "max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(model.generate(**one), tiny("minimax").generate(**one))  # type: ignore[operator]
+    assert torch.equal(model.generate(**one), tiny(kind, **more).generate(**one))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 2)], ids=["one row", "padded"])
