@@ -85,6 +85,8 @@ class Head:
         """Why logits or gradients would be lost in chunks."""
         if self.written:
             yield "its head changes its buffers in each call"
+        if self._versions() != self.versions:  # PEFT's target_parameters write them
+            yield "its head changes its weights in each call"
         if not self.is_alone:
             yield "its head reads trained weights of other modules"
         if is_dtensor(self.sample):  # a hook on the head gathers them

@@ -22,6 +22,7 @@ from tests.helpers.models.tiny_models import VOCABULARY
 EXACT = 1e-12
 ON_HEAD = {"target_modules": ["q_proj", "lm_head"]}
 SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+BY_NAME = {"target_modules": [], "target_parameters": ["lm_head.weight"]}
 
 
 def with_labels(begin: int, end: int) -> Any:
@@ -92,6 +93,7 @@ def test_a_head_that_fsdp2_shards_in_parts_makes_logits(ranks: Ranks) -> None:
 
 
 OTHER_WEIGHTS = "its head reads trained weights of other modules"
+WEIGHTS = "its head changes its weights in each call"
 BUFFERS = "its head changes its buffers in each call"
 FLOAT16 = "its logits are float16, whose gradients may overflow before the loss is scaled"
 
@@ -102,6 +104,7 @@ FLOAT16 = "its logits are float16, whose gradients may overflow before the loss 
         (Step(why="another weight", change=jobs.reading_the_embedding), OTHER_WEIGHTS),
         (Step(why="a hook's weight", change=jobs.normalized), OTHER_WEIGHTS),
         (Step(why="a buffer of each call", change=jobs.normalized_in_each_call), BUFFERS),
+        (Step(why="LoRA of the head's weight by its name", lora=BY_NAME), WEIGHTS),
         (Step(why="float16", change=jobs.in_float32, autocast=True), FLOAT16),
     ],
     ids=lambda value: getattr(value, "why", ""),
