@@ -95,25 +95,27 @@ def tokens_of(row: Row, processor: Any) -> int:
     return int(made["input_ids"].shape[-1])
 
 
-class Counter:
-    """Counts the tokens of rows of drawings, whose size is the same, without all of their pictures.
+class DrawingTokens:
+    """Counts the tokens of rows of drawings by two of their pictures: processing all of them takes seconds a row.
 
-    A processor takes some 50 ms a picture. Each picture after the second adds the same number of tokens.
+    Drawings have one size, so each after the second adds the same number of tokens.
     """
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
         drawings = [drawing(random.Random(0)) for _ in range(3)]
-        three, two = (row_of(drawings[:count]) for count in (3, 2))
-        self.a_picture = tokens_of(three, processor) - self._with_two(three)
-        self.a_drawing = tokens_of(three, processor) - tokens_of(two, processor)
+        three, two = row_of(drawings), row_of(drawings[:2])
+        whole = tokens_of(three, processor)
+        self.a_picture = whole - self._by_two(three)
+        self.a_drawing = whole - self._by_two(two)
         """With its name."""
 
-    def _with_two(self, row: Row) -> int:
+    def _by_two(self, row: Row) -> int:
         return tokens_of({**row, "images": row["images"][:2]}, self.processor)
 
-    def __call__(self, row: Row) -> int:
-        return self._with_two(row) + max(0, len(row["images"]) - 2) * self.a_picture
+    def count(self, row: Row) -> int:
+        """The tokens of a row."""
+        return self._by_two(row) + max(0, len(row["images"]) - 2) * self.a_picture
 
 
 def drawn_rows(options: argparse.Namespace, processor: Any) -> list[Row]:
@@ -122,26 +124,26 @@ def drawn_rows(options: argparse.Namespace, processor: Any) -> list[Row]:
     Raises:
         SystemExit: with this processor pictures of one size have different numbers of tokens.
     """
-    dice, count = random.Random(0), Counter(processor)
+    dice, tokens = random.Random(0), DrawingTokens(processor)
     rows: list[Row] = []
-    enough = 1 + options.length // count.a_picture
+    enough = 1 + options.length // tokens.a_picture
     for _ in tqdm(range(options.rows), desc="rows of drawings", mininterval=2):
         drawings = [drawing(dice) for _ in range(enough)]
-        while (tokens := count(row_of(drawings))) > options.length and len(drawings) > 1:
-            most = 2 * count.a_drawing  # no name is so long, so no more are dropped than must be
-            drawings = drawings[: len(drawings) - max(1, (tokens - options.length) // most)]
-        rows.append({**row_of(drawings), "tokens": tokens})
+        while (counted := tokens.count(row_of(drawings))) > options.length and len(drawings) > 1:
+            most = 2 * tokens.a_drawing  # no name is so long, so no more are dropped than must be
+            drawings = drawings[: len(drawings) - max(1, (counted - options.length) // most)]
+        row = row_of(drawings)
+        if not rows and (whole := tokens_of(row, processor)) != counted:
+            raise SystemExit(f"{options.processor}: {len(drawings)} pictures of one size have {whole} tokens, not "
+                             f"{counted}; give conversations with pictures of your own")  # fmt: skip
+        rows.append({**row, "tokens": counted})
         enough = len(drawings) + 2  # the next row's names may be shorter
-    if (whole := tokens_of(rows[0], processor)) != rows[0]["tokens"]:
-        raise SystemExit(f"{options.processor}: {len(rows[0]['images'])} pictures of one size have {whole} tokens, "
-                         f"not {rows[0]['tokens']}; give conversations with pictures of your own")  # fmt: skip
     return rows
 
 
 def own_rows(options: argparse.Namespace, processor: Any) -> Iterator[Row]:
     """Rows of conversations, with their tokens."""
-    samples_of = list(samples(options.inputs))
-    for where, sample in tqdm(samples_of, desc="conversations", mininterval=2):
+    for where, sample in tqdm(list(samples(options.inputs)), desc="conversations", mininterval=2):
         row = split(sample, where, Path(where.rpartition(":")[0]).parent)
         yield {**row, "tokens": tokens_of(row, processor)}
 
