@@ -18,7 +18,7 @@ from .. import errors
 from .collectives import gather_sequence
 from .halo import Piece, RowShare
 
-Compute = Callable[[list[Tensor], slice], Any]
+Compute = Callable[[list[Tensor], Piece], Any]
 
 
 def compute_on_whole_documents(rows: RowShare, tensors: Sequence[Tensor], compute: Compute, name: str) -> Any:
@@ -26,8 +26,8 @@ def compute_on_whole_documents(rows: RowShare, tensors: Sequence[Tensor], comput
 
     Args:
         tensors: [B, T, ...] or [1, T, ...] of this rank's tokens.
-        compute: maps these for the n tokens of a document, [b, n, ...], and its batch rows to a tensor [b, n, ...], or
-            to containers of such. What else they hold is returned if each row is one document; else its use is refused.
+        compute: maps these for the n tokens of a document, [b, n, ...], and its place to a tensor [b, n, ...], or to
+            containers of such. What else they hold is returned if each row is one document; else its use is refused.
         name: of the layer, for the refusal.
 
     Returns:
@@ -35,7 +35,7 @@ def compute_on_whole_documents(rows: RowShare, tensors: Sequence[Tensor], comput
     """
     whole = [gather_sequence(x, rows.ring, rows.layout) for x in tensors]
     pieces = [piece for documents in rows.pieces for piece in documents]
-    found = [tree_flatten(compute([_cut(x, piece) for x in whole], piece.rows)) for piece in pieces]
+    found = [tree_flatten(compute([_cut(x, piece) for x in whole], piece)) for piece in pieces]
     if any(kind != found[0][1] for _, kind in found):
         raise errors.UnsupportedModel(name, [_OF_DOCUMENTS])
     size = max(len(x) for x in whole)

@@ -112,7 +112,7 @@ def ring_attention_forward(
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
         out.register_hook(lambda _gradient: warn_without_ring())  # it trains: a program need not call model.train()
     if not torch.compiler.is_compiling():
-        _follow(out, module, spec)
+        follow(out, module, spec)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
@@ -122,7 +122,7 @@ def _refuse_arguments(
     """Refuses arguments with which a ring's attention is not exact."""
     where = type(module).__name__
     if dropout:
-        _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", _NO_DROPOUT)
+        _refuse(errors.UnsupportedArgument, where, f"dropout={dropout}", NO_DROPOUT)
     if softcap == 0:
         _refuse(errors.UnsupportedArgument, where, f"softcap={softcap}", _NO_CAP)
     for name, why in REFUSED_ARGUMENTS.items():
@@ -134,11 +134,11 @@ def _refuse_arguments(
         _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
 
 
-_NO_DROPOUT = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
+NO_DROPOUT = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
 
 
 @uncompiled("hf_ring_attn hooks the backward of an attention")
-def _follow(out: Tensor, layer: nn.Module, spec: MaskSpec) -> None:
+def follow(out: Tensor, layer: nn.Module, spec: MaskSpec) -> None:
     """Notes an attention with its batch and in its graph, and lets its backward average gradients at its end, if need
     be."""
     context = batch_context.current()

@@ -35,11 +35,10 @@ from . import (
     structure,
     temperature,
     training_mode,
+    whole_attention,
     wrapped_adapters,
 )
 from .decoder import named_kinds
-
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ ONCE = Support(
     ),
     (
         recurrent.prepare, temperature.prepare, experts.prepare, rope.prepare, shared_kv.mark_layers, liger.prepare,
-        quantized.prepare, wrapped_adapters.prepare, indexers.prepare,
+        quantized.prepare, wrapped_adapters.prepare, indexers.prepare, whole_attention.prepare,
     ),
 )  # fmt: skip
 """Called once for each structure of a model and kind of batch."""
@@ -148,7 +147,7 @@ def refuse(config: Any, context: BatchContext) -> None:
     if context.ring.size == 1:
         return
     reasons = [
-        *_decoder_reasons(config), *_layer_reasons(config, ATTENTION_LAYERS), *weight_parts.untested(),
+        *_decoder_reasons(config), *_layer_reasons(config, whole_attention.KINDS), *weight_parts.untested(),
     ]  # fmt: skip
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)
@@ -177,8 +176,11 @@ def refuse_in_ring(model: nn.Module) -> None:
 
 def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
     found = recurrent.recurrent_of(model)
-    known = ATTENTION_LAYERS | (recurrent.LAYERS if (found.layers or found.whole) and not found.unknown else set())
+    known = whole_attention.KINDS | (
+        whole_attention.HYBRIDS if (found.layers or found.whole) and not found.unknown else set()
+    )
     known |= indexers.LAYERS if indexers.indexers_of(model) else set()
+    known |= whole_attention.kinds_of(model)
     if context.ring.size == 1:
         return []
     decoders = [reason for config in record.configs for reason in _decoder_reasons(config)]

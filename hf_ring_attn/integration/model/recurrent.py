@@ -30,8 +30,6 @@ from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERAT
 from .recurrent_rows import MASK, make_mask_function, mark, refuse_cache, rows_in, rows_of_batch
 from .whole_layers import carries_state
 
-LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe", "recurrent"}
-"""Types of layers that hybrids have beside attention."""
 _RAN = "_hf_ring_attn_hybrid_ran"
 
 
@@ -144,6 +142,9 @@ def _replaced(module: nn.Module) -> str | None:
 
 @uncompiled(BY_HOST)
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if whole_layers.WITHIN.depth:  # it is a part of a layer that gets whole documents
+        RUNNING.enter(module, None)
+        return
     given, recomputed, share = [*args, *kwargs.values()], is_recomputing(), rows_of_batch()
     if share is not None and not recomputed and MASK not in forward_of(module).__globals__:
         _mark_mask(given, share)

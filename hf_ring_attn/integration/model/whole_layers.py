@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import errors
-from ...layers.halo import RowShare
+from ...layers.halo import ALL, Piece, RowShare
 from ...layers.whole_documents import compute_on_whole_documents
 from ...traffic.gathered_kv import is_recomputing
 from ..context.batch_context import BatchContext
@@ -92,10 +92,10 @@ def _looks_along(module: nn.Module) -> bool:
 
 def gets_rows(module: nn.Module) -> bool:
     """Returns True for a layer that is sure to get rows: by the mask that transformers makes for recurrent layers."""
-    return MASK in getattr(forward_of(module), "__globals__", {}) and _takes_mask(module)
+    return MASK in getattr(forward_of(module), "__globals__", {}) and takes_mask(module)
 
 
-def _takes_mask(module: nn.Module) -> bool:
+def takes_mask(module: nn.Module) -> bool:
     if isinstance(module, PreTrainedModel):  # it makes the mask
         return False
     return any(name.endswith("_mask") for name in inspect.signature(forward_of(module)).parameters)
@@ -111,8 +111,8 @@ def prepare(model: nn.Module, whole: Mapping[str, weakref.ref[nn.Module]], conte
         if (module := reference()) is None:
             continue
         kinds.add(class_of(module))
-        if not isinstance(module.__dict__.get("forward"), _OnWholeDocuments):  # a program may have set its own since
-            replace(module, "forward", _OnWholeDocuments(module))
+        if not isinstance(module.__dict__.get("forward"), OnWholeDocuments):  # a program may have set its own since
+            replace(module, "forward", OnWholeDocuments(module))
         if (layer := _layer_around(model, name)) is not None:
             attach(layer, "layer around whole layers", _enter, _leave)
     if kinds and context.ring.size > 1:
@@ -123,7 +123,7 @@ def _layer_around(model: nn.Module, name: str) -> nn.Module | None:
     """The innermost module around a layer that takes a mask; None if there is none."""
     while name:
         name = name.rpartition(".")[0]
-        if _takes_mask(outer := model.get_submodule(name)):
+        if takes_mask(outer := model.get_submodule(name)):
             return outer
     return None
 
@@ -138,14 +138,14 @@ def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
     AROUND.leave(module)
 
 
-class _OnWholeDocuments(OwnForward):
+class OnWholeDocuments(OwnForward):
     """A layer's forward in a sharded batch."""
 
     @uncompiled(BY_HOST)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rows = None if _WITHIN.depth else self._rows(args, kwargs)
+        rows = None if WITHIN.depth else self._rows(args, kwargs)
         if rows is None:
-            return self.forward(*args, **kwargs)
+            return self.alone(*args, **kwargs)
         name, several = type(self.module).__name__, sum(map(len, rows.pieces)) > 1
         refuse_cache(name, [*args, *kwargs.values()])
         given, kind = tree_flatten((args, kwargs))
@@ -155,20 +155,30 @@ class _OnWholeDocuments(OwnForward):
         if not _RAN[self.module].knows(given, tokens, rows.layout.local_length):
             raise errors.UnsupportedModel(name, [_BY_CHANCE])
 
-        def compute(whole: list[Tensor], of: slice) -> Any:
+        def compute(whole: list[Tensor], of: Piece) -> Any:
             by, attributes = dict(zip(tokens, whole, strict=True)), Attributes(self.module) if several else None
             # A state is [layers, B, H], and it may have as many rows as there are tokens.
-            states = {id(x): x[:, of].contiguous() for x in given if is_rnn and isinstance(x, Tensor) and x.dim() == 3}
+            states = {
+                id(x): x[:, of.rows].contiguous() for x in given if is_rnn and isinstance(x, Tensor) and x.dim() == 3
+            }
             mine, named = tree_unflatten([{**states, **by}.get(id(x), x) for x in given], kind)
-            with _WITHIN.one_more():
-                found = self.forward(*mine, **named)
+            with WITHIN.one_more():
+                found = self.on_document(of, *mine, **named)
             for attribute in [] if attributes is None else attributes.new_tensors():
                 self._guard(attribute)
             return found
 
         if not tokens:
-            return compute([], slice(None))
+            return compute([], Piece(ALL, 0, rows.layout.length))
         return _keep_rows(rows, compute_on_whole_documents(rows, [*tokens.values()], compute, name))
+
+    def alone(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer outside of sharded batches, or inside another layer on whole rows."""
+        return self.forward(*args, **kwargs)
+
+    def on_document(self, _place: Piece, *args: Any, **kwargs: Any) -> Any:
+        """The layer on the tokens of a document."""
+        return self.forward(*args, **kwargs)
 
     def _guard(self, attribute: str) -> None:
         """Refuses a loss that uses a tensor in an attribute, since it is of the last document.
@@ -260,7 +270,7 @@ class _Within(threading.local):
             self.depth -= 1
 
 
-_WITHIN = _Within()
+WITHIN = _Within()
 
 
 def _is_of_tokens(x: Any, rows: RowShare) -> bool:

@@ -1,0 +1,216 @@
+"""Attention that the ring does not know: each rank computes it on whole documents, by the model's own code.
+
+Layers of an unknown type compress or choose keys along the row, for example. They are exact by construction, as other
+layers on whole documents are (`whole_layers`): a rank gathers what the layer gets of tokens, computes each document
+with the mask that one process makes for it, by transformers' sdpa or the model's eager code, and keeps its own tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from ... import errors
+from ...attention.op import count_attention
+from ...comm.ring import LOCAL, Ring
+from ...layers.halo import ALL, Piece
+from ...sharding.layout import Layout
+from ...sharding.plan import Plan
+from ...sharding.visible import bounds, by_position, visible
+from ..attention.function import NO_DROPOUT, REFUSED_ARGUMENTS, follow
+from ..context import batch_context
+from ..context.batch_context import BatchContext, MaskSpec
+from ..context.introspect import class_of, file_of, forward_of, globals_used, text_modules
+from ..context.model_record import latest_record
+from ..context.tensor_tree import tensors_of
+from ..log import warn
+from ..patching.compiler import uncompiled
+from ..patching.modules import replace
+from . import indexers
+from .decoder import named_kinds
+from .recurrent_ops import BY_HOST
+from .whole_layers import SHARED, OnWholeDocuments, takes_mask
+
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""The types of layers whose attention the ring computes."""
+HYBRIDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe", "recurrent"}
+"""Types of layers that hybrids have beside attention, or with it."""
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WholeAttention:
+    """An attention on whole documents.
+
+    Args:
+        implementation: "sdpa" or "eager", as transformers chooses for this model.
+        kind: the type of its layer; None: its config names none.
+    """
+
+    module: weakref.ref[nn.Module]
+    implementation: str
+    kind: str | None
+
+
+def whole_attention_of(model: nn.Module) -> list[WholeAttention]:
+    """The attention of ``model`` that the ring does not know, found once for each structure."""
+    return latest_record(model).once(_find, model)
+
+
+def kinds_of(model: nn.Module) -> set[str]:
+    """The types of these layers."""
+    return {one.kind for one in whole_attention_of(model) if one.kind is not None}
+
+
+def _find(model: nn.Module) -> list[WholeAttention]:
+    known = KINDS | HYBRIDS | (indexers.LAYERS if indexers.indexers_of(model) else set())
+    found, models = [], list[tuple[str, bool]]()
+    for name, module in text_modules(model):
+        if isinstance(module, PreTrainedModel):
+            models.append((name, bool(module._supports_sdpa)))
+        if "ALL_ATTENTION_FUNCTIONS" not in globals_used(module) or not takes_mask(module):
+            continue
+        kind = _kind_of(module)
+        if (kind is None or kind in known) and not _adds_a_bias(module):
+            continue
+        sdpa = next((x for outer, x in reversed(models) if not outer or name.startswith(f"{outer}.")), False)
+        found.append(WholeAttention(weakref.ref(module), "sdpa" if sdpa else "eager", kind))
+    return found
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    """The type of the layer that an attention belongs to."""
+    own = vars(module)
+    kinds, index = named_kinds(own.get("config")), own.get("layer_idx")
+    return str(kinds[index]) if type(index) is int and 0 <= index < len(kinds) else None
+
+
+def _adds_a_bias(module: nn.Module) -> bool:
+    """Returns True if its own eager attention takes an argument of scores that a ring's does not."""
+    eager = getattr(sys.modules.get(file_of(module)), "eager_attention_forward", None)
+    takes = set() if eager is None else set(inspect.signature(eager).parameters)
+    return not takes.isdisjoint({"position_bias", "attn_bias", "block_indices"} & REFUSED_ARGUMENTS.keys())
+
+
+# ---- what they compute -----------------------------------------------------------------------------------------------
+
+
+def prepare(model: nn.Module, context: BatchContext) -> None:
+    """Replaces the forwards of attention that the ring does not know."""
+    names = set()
+    for one in whole_attention_of(model):
+        if (module := one.module()) is None:
+            continue
+        names.add(class_of(module))
+        if not isinstance(module.__dict__.get("forward"), _OnWholeRows):  # a program may have set its own since
+            replace(module, "forward", _OnWholeRows(module, one.implementation))
+    if names and context.ring.size > 1:
+        warn(SHARED.format(", ".join(sorted(names))), everywhere=False)
+
+
+class _OnWholeRows(OnWholeDocuments):
+    """An attention's forward: in a sharded batch on whole documents, else as transformers computes it."""
+
+    def __init__(self, module: nn.Module, implementation: str) -> None:
+        super().__init__(module)
+        self.implementation = implementation
+
+    @uncompiled(BY_HOST)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        spec, context = _spec_in([*args, *kwargs.values()]), batch_context.current()
+        if spec is None or not spec.in_batch:
+            if context is not None and spec is None and not context.before_text:
+                raise errors.LayerWithoutSpec(class_of(self.module), "nothing")
+            return super().__call__(*args, **kwargs)
+        self._refuse(kwargs)
+        count_attention()
+        if context is not None:
+            context.log.kernel = context.log.kernel or f"{self.implementation} on whole rows"
+            context.log.plain += 1
+        found = super().__call__(*args, **kwargs)
+        mine = next((x for _, x in tensors_of(found) if x.requires_grad), None)
+        if mine is None:
+            mine = next(x for _, x in tensors_of(found))
+        follow(mine, self.module, spec)
+        return found
+
+    def _refuse(self, given: Mapping[str, Any]) -> None:
+        where, config = class_of(self.module), self.module.__dict__.get("config")
+        dropout = getattr(self.module, "attention_dropout", getattr(config, "attention_dropout", 0.0))
+        if self.module.training and dropout:
+            raise errors.UnsupportedArgument(where, f"dropout={dropout}", NO_DROPOUT)
+        if given.get("output_attentions"):
+            raise errors.UnsupportedArgument(where, "output_attentions", REFUSED_ARGUMENTS["output_attentions"])
+
+    def alone(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers computes it, without a ring; in a ring of one, rows of one document."""
+        return self._computed(None, args, kwargs)
+
+    def on_document(self, place: Piece, *args: Any, **kwargs: Any) -> Any:
+        """As one process computes this document. Attention weights are no output of a ring."""
+        return self._computed(place, args, kwargs)
+
+    def _computed(self, place: Piece | None, args: Any, kwargs: Any) -> Any:
+        hidden = next(x for _, x in tensors_of((args, kwargs)) if x.is_floating_point())
+
+        def as_tensor(x: Any) -> Any:
+            if isinstance(x, MaskSpec):
+                x = _mask_of(x, place or Piece(ALL, 0, x.layout.length), hidden.device)
+            is_mask = isinstance(x, Tensor) and x.dtype == torch.bool and x.dim() == 4
+            if not is_mask or self.implementation == "sdpa":
+                return x
+            return torch.zeros_like(x, dtype=hidden.dtype).masked_fill(~x, torch.finfo(hidden.dtype).min)
+
+        args, kwargs = tree_map(as_tensor, args), tree_map(as_tensor, kwargs)
+        with _implemented_by(self.module, self.implementation):
+            found = self.forward(*args, **kwargs)
+        weights = isinstance(found, tuple) and len(found) > 1 and isinstance(found[1], Tensor)
+        return (found[0], None, *found[2:]) if weights and place is not None else found
+
+
+def _spec_in(given: Iterable[Any]) -> MaskSpec | None:
+    return next((x for x in given if isinstance(x, MaskSpec)), None)
+
+
+@contextmanager
+def _implemented_by(module: nn.Module, name: str) -> Iterator[None]:
+    """Inside, the config of an attention names another implementation, which its code asks for."""
+    config: Any = module.__dict__["config"]
+    before = config._attn_implementation_internal
+    config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+
+
+def _mask_of(spec: MaskSpec, place: Piece, device: torch.device) -> Tensor:
+    """The mask [b, 1, n, n] of a document, bool, made once a batch: all layers keep one, as in one process."""
+    known = _MASKS.setdefault(spec, {})
+    key = place.rows.start, place.rows.stop, place.start, place.stop, device
+    if key not in known:
+        if _BOUNDS not in known:
+            plan = Plan.cached(Ring(LOCAL), Layout(spec.layout.padded, 1, 0), spec.mask)
+            rows = len(spec.mask.terms[0][1])
+            known[_BOUNDS] = bounds(by_position(plan.tables.forward), rows, spec.layout.padded)
+        seen = known[_BOUNDS]
+        mine = place.rows if seen.shape[2] > 1 else ALL
+        of_queries = seen[:, :, mine, place.start : place.stop].to(device)
+        known[key] = visible(of_queries, place.stop)[:, None, :, place.start :].contiguous()
+    return known[key]
+
+
+_MASKS: weakref.WeakKeyDictionary[MaskSpec, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
+_BOUNDS = "bounds"
