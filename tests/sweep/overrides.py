@@ -72,7 +72,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "_packed": "its temperature grows with the place in the row, in one process too, and not in the document",
     },
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"], "num_hidden_layers": 3,
+        "index_n_heads": 2,
+    },
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention",
+        ],
+        "num_hidden_layers": 4, "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+        "index_topk": 3,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_n_groups": 2},

@@ -176,11 +176,9 @@ def refuse_in_ring(model: nn.Module) -> None:
 
 def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
     found = recurrent.recurrent_of(model)
-    known = whole_attention.KINDS | (
-        whole_attention.HYBRIDS if (found.layers or found.whole) and not found.unknown else set()
-    )
+    known = whole_attention.KINDS | whole_attention.kinds_of(model)
+    known |= whole_attention.HYBRIDS if (found.layers or found.whole) and not found.unknown else set()
     known |= indexers.LAYERS if indexers.indexers_of(model) else set()
-    known |= whole_attention.kinds_of(model)
     if context.ring.size == 1:
         return []
     decoders = [reason for config in record.configs for reason in _decoder_reasons(config)]

@@ -30,7 +30,7 @@ from ...sharding.visible import bounds, by_position, visible
 from ..attention.function import NO_DROPOUT, REFUSED_ARGUMENTS, follow
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
-from ..context.introspect import class_of, file_of, forward_of, globals_used, text_modules
+from ..context.introspect import class_of, file_of, globals_used, text_modules
 from ..context.model_record import latest_record
 from ..context.tensor_tree import tensors_of
 from ..log import warn

@@ -176,7 +176,7 @@ class OnWholeDocuments(OwnForward):
         """The layer outside of sharded batches, or inside another layer on whole rows."""
         return self.forward(*args, **kwargs)
 
-    def on_document(self, _place: Piece, *args: Any, **kwargs: Any) -> Any:
+    def on_document(self, place: Piece, *args: Any, **kwargs: Any) -> Any:
         """The layer on the tokens of a document."""
         return self.forward(*args, **kwargs)
 
