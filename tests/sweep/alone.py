@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_ring_attn
 from hf_ring_attn.testing import relative_error
 
-from .configs import OFF, Entry, build, known_inert, needs_mask, packed_whole, rope_changes, thresholds
+from .configs import OFF, Entry, build, implementation, known_inert, needs_mask, packed_whole, rope_changes, thresholds
 from .rows import IGNORED, Row, projection
 
 MATTERS = 1e-3
@@ -46,7 +46,7 @@ def without_the_plugin() -> Iterator[None]:
 
 def alone(entry: Entry, row: Row, labelled: bool = True, numbered: bool = False) -> Answer:
     """By eager attention, without a ring: a packed row by documents (but see `packed_whole`), others as they are."""
-    model = build(entry, "eager", **changes_of(entry, row))
+    model = build(entry, implementation(entry), **changes_of(entry, row))
     batch = row.batch(numbered)
     if row.kind != "packed" or packed_whole(entry):
         named = {name: x for name, x in batch.items() if labelled or name != "labels"}

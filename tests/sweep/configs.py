@@ -144,6 +144,11 @@ def needs_mask(entry: Entry) -> bool:
     return bool(_own(entry).get("_mask"))
 
 
+def implementation(entry: Entry) -> str:
+    """The attention of one process: eager, but for a class in which it gives padding other numbers than the default."""
+    return "sdpa" if _own(entry).get("_sdpa") else "eager"
+
+
 def known_inert(entry: Entry) -> dict[str, str]:
     """Thresholds that nothing in the class reads, and why."""
     known: dict[str, str] = _own(entry).get("_inert", {})

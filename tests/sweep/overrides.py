@@ -3,9 +3,10 @@
 Entries that begin with "_" are told to the sweep and not to the config: "_defaults" are needed to build the default
 config at all, "_inert" names thresholds that the model's code never reads, with the reason, "_no_text" says why a class
 cannot compute rows of text alone, "_packed" why a packed row is compared with itself in one process and not with its
-documents alone, "_mask" why one process is given a mask of ones, "_rope" why it has no dynamic RoPE, and "_weights"
-scales weights by a part of their names: Gemma 3n and 4 do not scale their scores, and with norms of 1 gradients by
-eager attention differ in float32 and float64 by 6e-6 and 5e-5. ZAYA's scores are 0 with its first weights.
+documents alone, "_mask" why one process is given a mask of ones, "_rope" why it has no dynamic RoPE, "_sdpa" why its
+attention in one process is sdpa and not eager, and "_weights" scales weights by a part of their names: Gemma 3n and 4
+do not scale their scores, and with norms of 1 gradients by eager attention differ in float32 and float64 by 6e-6 and
+5e-5. ZAYA's scores are 0 with its first weights.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"], "num_hidden_layers": 3,
-        "index_n_heads": 2,
+        "index_n_heads": 2, "_sdpa": "it chooses keys among padding, which eager attention gives other numbers",
     },
     "deepseek_v4": {
         "layer_types": [

@@ -22,6 +22,7 @@ from ..context.batch_context import BatchContext
 from ..context.tracked_input import memory_of
 from ..patching.compiler import uncompiled
 from ..patching.modules import Arguments, attach
+from .whole_layers import WITHIN
 
 _LONGEST = WeakIdKeyDictionary()
 """The longest position of the batch of each tensor of position_ids that a module got; None outside of a ring."""
@@ -39,7 +40,9 @@ def prepare(model: nn.Module, _context: BatchContext) -> None:
 
 
 def _longest(module: nn.Module, position_ids: Tensor) -> int | None:
-    """The longest position of the batch of these position_ids; None outside of a ring."""
+    """The longest position of the batch of these position_ids; None outside of a ring, and in a layer on whole rows."""
+    if WITHIN.depth:
+        return None
     context = batch_context.current()
     found = None if context is None or context.ring.size == 1 else context.facts.max_position
     if found is not None and torch.compiler.is_dynamo_compiling():  # a recompute of a graph is in the graph

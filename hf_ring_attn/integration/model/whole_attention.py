@@ -46,6 +46,11 @@ KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"
 HYBRIDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mlp", "moe", "recurrent"}
 """Types of layers that hybrids have beside attention, or with it."""
 
+_READS_PADDING = (
+    "it compresses or chooses keys by their place, so tokens read padding that stands before them: pad on the right, "
+    "or pack"
+)
+
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +120,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
             continue
         names.add(class_of(module))
         if not isinstance(module.__dict__.get("forward"), _OnWholeRows):  # a program may have set its own since
-            replace(module, "forward", _OnWholeRows(module, one.implementation))
+            replace(module, "forward", _OnWholeRows(module, one))
     if names and context.ring.size > 1:
         warn(SHARED.format(", ".join(sorted(names))), everywhere=False)
 
@@ -123,9 +128,9 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
 class _OnWholeRows(OnWholeDocuments):
     """An attention's forward: in a sharded batch on whole documents, else as transformers computes it."""
 
-    def __init__(self, module: nn.Module, implementation: str) -> None:
+    def __init__(self, module: nn.Module, one: WholeAttention) -> None:
         super().__init__(module)
-        self.implementation = implementation
+        self.implementation, self.by_mask_alone = one.implementation, one.kind in KINDS | HYBRIDS
 
     @uncompiled(BY_HOST)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,6 +140,7 @@ class _OnWholeRows(OnWholeDocuments):
                 raise errors.LayerWithoutSpec(class_of(self.module), "nothing")
             return super().__call__(*args, **kwargs)
         self._refuse(kwargs)
+        self._refuse_padding(spec)
         count_attention()
         if context is not None:
             context.log.kernel = context.log.kernel or f"{self.implementation} on whole rows"
@@ -153,6 +159,19 @@ class _OnWholeRows(OnWholeDocuments):
             raise errors.UnsupportedArgument(where, f"dropout={dropout}", NO_DROPOUT)
         if given.get("output_attentions"):
             raise errors.UnsupportedArgument(where, "output_attentions", REFUSED_ARGUMENTS["output_attentions"])
+
+    def _refuse_padding(self, spec: MaskSpec) -> None:
+        """Refuses padding among the keys that a layer chooses or compresses, where a ring gives padding other numbers.
+
+        Of padding before the first token sdpa gives zeros in a ring's layers and in one process, and so do sinks. That
+        after the last token nothing reads. Inside a row one process lets it attend, and a ring does not.
+        """
+        if self.by_mask_alone:
+            return
+        before, inside = _padding(spec)
+        as_in_process = self.implementation == "sdpa" or getattr(self.module, "sinks", None) is not None
+        if inside or (before and not as_in_process):
+            raise errors.UnsupportedModel(class_of(self.module), [_READS_PADDING])
 
     def alone(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers computes it, without a ring; in a ring of one, rows of one document."""
@@ -198,19 +217,40 @@ def _implemented_by(module: nn.Module, name: str) -> Iterator[None]:
 
 def _mask_of(spec: MaskSpec, place: Piece, device: torch.device) -> Tensor:
     """The mask [b, 1, n, n] of a document, bool, made once a batch: all layers keep one, as in one process."""
-    known = _MASKS.setdefault(spec, {})
+    known, seen = _MASKS.setdefault(spec, {}), _bounds_of(spec)
     key = place.rows.start, place.rows.stop, place.start, place.stop, device
     if key not in known:
-        if _BOUNDS not in known:
-            plan = Plan.cached(Ring(LOCAL), Layout(spec.layout.padded, 1, 0), spec.mask)
-            rows = len(spec.mask.terms[0][1])
-            known[_BOUNDS] = bounds(by_position(plan.tables.forward), rows, spec.layout.padded)
-        seen = known[_BOUNDS]
         mine = place.rows if seen.shape[2] > 1 else ALL
-        of_queries = seen[:, :, mine, place.start : place.stop].to(device)
-        known[key] = visible(of_queries, place.stop)[:, None, :, place.start :].contiguous()
-    return known[key]
+        of_queries = seen[:, :, mine, place.start : place.stop]
+        known[key] = visible(of_queries.to(device), place.stop)[:, None, :, place.start :].contiguous()
+    mask: Tensor = known[key]
+    return mask
 
 
-_MASKS: weakref.WeakKeyDictionary[MaskSpec, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
-_BOUNDS = "bounds"
+def _bounds_of(spec: MaskSpec) -> Tensor:
+    """The `bounds` of all queries of the rows."""
+    known = _MASKS.setdefault(spec, {})
+    if _BOUNDS not in known:
+        plan = Plan.cached(Ring(LOCAL), Layout(spec.layout.padded, 1, 0), spec.mask)
+        known[_BOUNDS] = bounds(by_position(plan.tables.forward), len(spec.mask.terms[0][1]), spec.layout.padded)
+    found: Tensor = known[_BOUNDS]
+    return found
+
+
+def _padding(spec: MaskSpec) -> tuple[bool, bool]:
+    """Whether a row has padding before its first token, and between tokens; in packed rows documents have none."""
+    known = _MASKS.setdefault(spec, {})
+    if _PADDING not in known:
+        several = spec.rows is not None and len(spec.rows.pieces[0]) > 1
+        first, stop = _bounds_of(spec)[..., : spec.layout.length].unbind(1)
+        real = (first < stop).any(0)
+        after = real.flip(1).cumsum(1).flip(1) > 0  # the last token, or before it
+        begun = real.cumsum(1) > 0
+        found = ~begun & after, ~real & begun & after
+        known[_PADDING] = (False, False) if several else tuple(bool(x.any()) for x in found)
+    before, inside = known[_PADDING]
+    return before, inside
+
+
+_MASKS: weakref.WeakKeyDictionary[MaskSpec, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_BOUNDS, _PADDING = "bounds", "padding"
