@@ -25,7 +25,7 @@ from ...traffic import GatheredKV, LayerRole
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.attended_layers import AttendedLayers
-from ..context.batch_context import MaskSpec
+from ..context.batch_context import BatchContext, MaskSpec
 from ..context.graph_notes import note_attention
 from ..context.introspect import class_of, file_of
 from ..context.mesh import ring_group, warn_without_ring
@@ -296,13 +296,20 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
+def _is_per_token(query: Tensor, key: Tensor, context: BatchContext) -> bool:
+    """Returns True for attention of each token by itself, as to states of earlier layers: tokens are in place of heads,
+    and what it looks along is no row."""
+    length = context.layout.local_length
+    return query.shape[1] == length == key.shape[1] and length not in (query.shape[2], key.shape[2])
+
+
 def _local(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
     dropout: float, softcap: float | None, s_aux: Tensor | None, sinks: Tensor | None, kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention outside a ring with a mask that is not ours: cached decoding and vision towers."""
     context = batch_context.current()
-    if context is not None and not context.before_text:
+    if context is not None and not context.before_text and not (mask is None and _is_per_token(query, key, context)):
         raise errors.LayerWithoutSpec(type(module).__name__, "nothing" if mask is None else type(mask).__name__)
     if softcap is None and s_aux is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)

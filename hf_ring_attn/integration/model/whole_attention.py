@@ -50,6 +50,10 @@ _READS_PADDING = (
     "it compresses or chooses keys by their place, so tokens read padding that stands before them: pad on the right, "
     "or pack"
 )
+_PAIRS = (
+    "an input of it has a number for each two tokens of a rank, and how one process makes these of a whole row is not "
+    "known: train it without a ring"
+)
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------
@@ -130,6 +134,7 @@ class _OnWholeRows(OnWholeDocuments):
 
     def __init__(self, module: nn.Module, one: WholeAttention) -> None:
         super().__init__(module)
+        self.local_length = 0
         self.implementation, self.by_mask_alone = one.implementation, one.kind in KINDS | HYBRIDS
 
     @uncompiled(BY_HOST)
@@ -141,6 +146,7 @@ class _OnWholeRows(OnWholeDocuments):
             return super().__call__(*args, **kwargs)
         self._refuse(kwargs)
         self._refuse_padding(spec)
+        self.local_length = spec.layout.local_length
         count_attention()
         if context is not None:
             context.log.kernel = context.log.kernel or f"{self.implementation} on whole rows"
@@ -192,11 +198,29 @@ class _OnWholeRows(OnWholeDocuments):
                 return x
             return torch.zeros_like(x, dtype=hidden.dtype).masked_fill(~x, torch.finfo(hidden.dtype).min)
 
-        args, kwargs = tree_map(as_tensor, args), tree_map(as_tensor, kwargs)
+        def of_document(x: Any) -> Any:
+            x = as_tensor(x)
+            return x if place is None else self._pairs(x, hidden.shape[1])
+
+        args, kwargs = tree_map(of_document, args), tree_map(of_document, kwargs)
         with _implemented_by(self.module, self.implementation):
             found = self.forward(*args, **kwargs)
         weights = isinstance(found, tuple) and len(found) > 1 and isinstance(found[1], Tensor)
         return (found[0], None, *found[2:]) if weights and place is not None else found
+
+    def _pairs(self, x: Any, tokens: int) -> Any:
+        """A table of pairs of tokens that the model made by a rank's length, as one process makes it of a document."""
+        length = self.local_length
+        if not isinstance(x, Tensor) or x.shape != (length, length):
+            return x
+        if not torch.equal(x, _distances(length, x)):
+            raise errors.UnsupportedModel(class_of(self.module), [_PAIRS])
+        return _distances(tokens, x)
+
+
+def _distances(tokens: int, like: Tensor) -> Tensor:
+    at = torch.arange(tokens, device=like.device, dtype=like.dtype)
+    return at[:, None] - at[None, :]
 
 
 def _spec_in(given: Iterable[Any]) -> MaskSpec | None:
