@@ -44,6 +44,43 @@ INDEXED = {
 }  # fmt: skip
 """Each query attends to 6 keys. With few index heads many scores are 0, of which no one can say which is chosen."""
 
+EXPERTS = {
+    "num_local_experts": 3, "n_routed_experts": 3, "num_experts": 3, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "experts_implementation": "eager",
+}  # fmt: skip
+ON_WHOLE_DOCUMENTS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
+    "inkling": (
+        "InklingForCausalLM",
+        {
+            **EXPERTS, "layer_types": ["hybrid_sliding", "hybrid"], "mlp_layer_types": ["dense", "sparse"],
+            "sliding_window_size": 7, "rel_extent": 9, "d_rel": 4, "log_scaling_n_floor": 6, "swa_head_dim": 8,
+            "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
+        },
+        "sdpa",
+    ),
+    "minimax m3": (
+        "MiniMaxM3VLForCausalLM",
+        {
+            **EXPERTS, "layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"],
+            "dense_intermediate_size": 48, "shared_intermediate_size": 16, "index_n_heads": 2, "index_head_dim": 8,
+            "index_block_size": 4, "index_topk_blocks": 2,
+        },
+        "sdpa",
+    ),
+    "deepseek v4": (
+        "DeepseekV4ForCausalLM",
+        {
+            **EXPERTS, "num_hidden_layers": 3, "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 8,
+            "o_groups": 2, "hc_mult": 2, "index_n_heads": 32, "index_head_dim": 8, "index_topk": 3, "sliding_window": 7,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "mlp_layer_types": ["moe"] * 3,
+            "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+        },
+        "eager",
+    ),
+}  # fmt: skip
+"""Those with attention that a ring does not know."""
+
 STILL = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 MODERN = {"num_labels": 3, "local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
 
@@ -165,6 +202,7 @@ MODELS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]] = {
         },
         "sdpa",
     ),
+    **ON_WHOLE_DOCUMENTS,
     **OF_WHOLE_ROWS,
     "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4, "expand": 1}, "eager"),
     "mamba2": (
