@@ -167,16 +167,12 @@ class _OnWholeRows(OnWholeDocuments):
             raise errors.UnsupportedArgument(where, "output_attentions", REFUSED_ARGUMENTS["output_attentions"])
 
     def _refuse_padding(self, spec: MaskSpec) -> None:
-        """Refuses padding among the keys that a layer chooses or compresses, where a ring gives padding other numbers.
+        """Refuses padding before tokens that a layer may choose or compress, if it has other numbers in a ring.
 
-        Of padding before the first token sdpa gives zeros in a ring's layers and in one process, and so do sinks. That
-        after the last token nothing reads. Inside a row one process lets it attend, and a ring does not.
+        It sees no key: sdpa gives zeros then, as a ring's layers do, and so do sinks; eager attention gives a mean.
         """
-        if self.by_mask_alone:
-            return
-        before, inside = _padding(spec)
-        as_in_process = self.implementation == "sdpa" or getattr(self.module, "sinks", None) is not None
-        if inside or (before and not as_in_process):
+        zeros = self.implementation == "sdpa" or getattr(self.module, "sinks", None) is not None
+        if not self.by_mask_alone and not zeros and _sees_nothing(spec):
             raise errors.UnsupportedModel(class_of(self.module), [_READS_PADDING])
 
     def alone(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,20 +257,16 @@ def _bounds_of(spec: MaskSpec) -> Tensor:
     return found
 
 
-def _padding(spec: MaskSpec) -> tuple[bool, bool]:
-    """Whether a row has padding before its first token, and between tokens; in packed rows documents have none."""
+def _sees_nothing(spec: MaskSpec) -> bool:
+    """Returns True if a query before other tokens of its row sees no key: it is padding before the first token."""
     known = _MASKS.setdefault(spec, {})
-    if _PADDING not in known:
-        several = spec.rows is not None and len(spec.rows.pieces[0]) > 1
+    if _BLIND not in known:
         first, stop = _bounds_of(spec)[..., : spec.layout.length].unbind(1)
-        real = (first < stop).any(0)
-        after = real.flip(1).cumsum(1).flip(1) > 0  # the last token, or before it
-        begun = real.cumsum(1) > 0
-        found = ~begun & after, ~real & begun & after
-        known[_PADDING] = (False, False) if several else tuple(bool(x.any()) for x in found)
-    before, inside = known[_PADDING]
-    return before, inside
+        sees = (first < stop).any(0)
+        known[_BLIND] = bool((~sees & (sees.flip(1).cumsum(1).flip(1) > 0)).any())
+    blind: bool = known[_BLIND]
+    return blind
 
 
 _MASKS: weakref.WeakKeyDictionary[MaskSpec, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_BOUNDS, _PADDING = "bounds", "padding"
+_BOUNDS, _BLIND = "bounds", "a query that sees nothing"

@@ -6,10 +6,13 @@ The sweep has every class of it, with rows of all kinds; here is what it does no
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 import hf_ring_attn
 from hf_ring_attn import errors
@@ -66,7 +69,7 @@ def test_documents_of_a_packed_row_know_nothing_of_each_other(ranks: Ranks, name
 def documents_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The documents of the first row."""
     starts = [*torch.nonzero(batch["position_ids"][0] == 0).flatten().tolist(), batch["input_ids"].shape[1]]
-    return [{"input_ids": batch["input_ids"][:1, a:b]} for a, b in zip(starts, starts[1:], strict=False)]
+    return [{"input_ids": batch["input_ids"][:1, a:b]} for a, b in pairwise(starts)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,10 +85,22 @@ def test_which_attention_it_is(name: str) -> None:
     )
 
 
-def inner_padding() -> tuple[str, str] | None:
-    mask = torch.ones(2, 24, dtype=torch.int64)
-    mask[0, 5:8] = 0
-    return attempt(lambda: logits("minimax m3", {**tokens(24), "attention_mask": mask}))
+HOLES = torch.ones(2, 24, dtype=torch.int64).index_fill(1, torch.arange(5, 8), 0)
+"""Padding between tokens: it attends, and a block of keys holds it."""
+
+
+def test_padding_inside_a_row_is_as_in_one_process(ranks: Ranks) -> None:
+    batch = {**tokens(24), "attention_mask": HOLES}
+    with torch.no_grad():
+        want = tiny("minimax m3").eval()(**{**batch, "use_cache": False}).logits
+    for got in ranks(2).run(logits, "minimax m3", batch):
+        torch.testing.assert_close(got[HOLES.bool()], want[HOLES.bool()], rtol=1e-5, atol=1e-5)
+
+
+def padded_on_the_left() -> tuple[str, str] | None:
+    """Eager attention gives padding a mean, and the ring's layers give it zeros."""
+    with mock.patch.object(transformers.MiniMaxM3VLPreTrainedModel, "_supports_sdpa", False):
+        return attempt(lambda: logits("minimax m3", padded(24, left=4)))
 
 
 def with_dropout() -> tuple[str, str] | None:
@@ -99,7 +114,7 @@ def with_dropout() -> tuple[str, str] | None:
     return attempt(call)
 
 
-REFUSED = [(inner_padding, "UnsupportedModel", "padding"), (with_dropout, "UnsupportedArgument", "dropout=0.1")]
+REFUSED = [(padded_on_the_left, "UnsupportedModel", "padding"), (with_dropout, "UnsupportedArgument", "dropout=0.1")]
 
 
 @pytest.mark.parametrize(("job", "kind", "words"), REFUSED)
