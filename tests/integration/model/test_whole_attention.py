@@ -47,8 +47,12 @@ def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_siz
         assert_equal_answers(got, alone(step), step)
 
 
+def ours(name: str, attention: str | None = None) -> Any:
+    return tiny(name, attention).eval()  # type: ignore[no-untyped-call]
+
+
 def logits(name: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    model: Any = tiny(name, "ring_fp32").eval()
+    model = ours(name, "ring_fp32")
     with (sharded := hf_ring_attn.shard(batch, model=model)), torch.no_grad():
         found = model(**sharded.inputs).logits
     return sharded.gather(found)
@@ -60,7 +64,7 @@ def test_documents_of_a_packed_row_know_nothing_of_each_other(ranks: Ranks, name
     """Windows and blocks of keys begin at each document's first token."""
     documents = [part["input_ids"] for part in documents_of(LONGER)]
     with torch.no_grad():
-        want = torch.cat([tiny(name).eval()(input_ids=x, use_cache=False).logits for x in documents], 1)
+        want = torch.cat([ours(name)(input_ids=x, use_cache=False).logits for x in documents], 1)
     for got in ranks(2).run(logits, name, LONGER):
         torch.testing.assert_close(got[:1], want, rtol=1e-5, atol=1e-5)
 
@@ -91,7 +95,7 @@ HOLES = torch.ones(2, 24, dtype=torch.int64).index_fill(1, torch.arange(5, 8), 0
 def test_padding_inside_a_row_is_as_in_one_process(ranks: Ranks) -> None:
     batch = {**tokens(24), "attention_mask": HOLES}
     with torch.no_grad():
-        want = tiny("minimax m3").eval()(**{**batch, "use_cache": False}).logits
+        want = ours("minimax m3")(**{**batch, "use_cache": False}).logits
     for got in ranks(2).run(logits, "minimax m3", batch):
         torch.testing.assert_close(got[HOLES.bool()], want[HOLES.bool()], rtol=1e-5, atol=1e-5)
 
@@ -132,8 +136,8 @@ def test_a_score_mod_is_refused() -> None:
 
 def test_without_a_ring_and_in_generation_it_is_transformers_own() -> None:
     """Once the model was in a batch."""
-    model: Any = tiny("minimax m3", "ring_fp32").eval()
+    model = ours("minimax m3", "ring_fp32")
     with (sharded := hf_ring_attn.shard(tokens(24), model=model)), torch.no_grad():
         model(**sharded.inputs)
     one = {"input_ids": tokens(9)["input_ids"][:1], "max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(model.generate(**one), tiny("minimax m3").generate(**one))  # type: ignore[operator]
+    assert torch.equal(model.generate(**one), ours("minimax m3").generate(**one))
