@@ -77,7 +77,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"], "num_hidden_layers": 3,
         "index_n_heads": 2, "_sdpa": "it chooses keys among padding, which eager attention gives other numbers",
     },
-    "inkling2_text": {"log_scaling_alpha": 1.0},
+    "inkling2_text": {"log_scaling_alpha": 30.0},
     "inkling2_loop_text": {"log_scaling_alpha": 1.0},
     "deepseek_v4": {
         "layer_types": [
