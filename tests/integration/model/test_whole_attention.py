@@ -5,6 +5,7 @@ The sweep has every class of it, with rows of all kinds; here is what it does no
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -18,8 +19,10 @@ import hf_ring_attn
 from hf_ring_attn import errors
 from hf_ring_attn.integration.model.whole_attention import whole_attention_of
 from tests.helpers.jobs import plain_jobs
-from tests.helpers.jobs.comparison import Ranks, on_two_or_four
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, on_two_or_four, without_ring
 from tests.helpers.jobs.plain_jobs import Step, attempt, padded, tokens
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import train
 from tests.helpers.models.tiny_models import tiny
 from tests.integration.batch.test_plain_loop import LONGER, assert_equal_answers
 
@@ -45,6 +48,25 @@ alone = cache(plain_jobs.by_itself)
 def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_size: int) -> None:
     for got in ranks(world_size).run(plain_jobs.in_a_ring, step):
         assert_equal_answers(got, alone(step), step)
+
+
+RUNS = [
+    Run(why="answers", rows=Rows(labelled="answers", length=23)),
+    Run(why="packed", rows=Rows(packed=True)),
+    Run(why="LoRA, checkpoints", lora=True, arguments={"gradient_checkpointing": True}),
+    Run(why="FSDP2", fsdp2=True),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.why)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.turns
+def test_trainer_gives_what_it_gives_in_one_process(ranks: Ranks, model: str, run: Run) -> None:
+    run = replace(run, model=model, steps=2, arguments={**run.arguments, "learning_rate": 0.002})
+    mesh = Mesh(cp=2)
+    want = without_ring(ranks, run, mesh)
+    for got in ranks(2).run(train, run, mesh):
+        assert_equal_runs(got, want)
 
 
 def ours(name: str, attention: str | None = None) -> Any:
