@@ -255,9 +255,9 @@ class ScoreModDropped(Refused):
 class RecurrentLayerWithoutMask(Refused):
     def __init__(self, module: str) -> None:
         super().__init__(
-            f"{module}, a recurrent layer in a ring, did not get the mask of "
-            "transformers.masking_utils.create_recurrent_attention_mask, which holds its position in the row. The "
-            "model makes its own mask, or a reentrant checkpoint that is given the mask as a tensor and copies it. "
+            f"{module}, a recurrent layer in a ring, did not get the mask that "
+            "transformers.masking_utils.create_recurrent_attention_mask made, which holds its position in the row. The "
+            "model gives it none, or a reentrant checkpoint got the mask as a tensor and copied it. "
             "With checkpointing use gradient_checkpointing_kwargs={'use_reentrant': False}; else train without a ring."
         )
 

@@ -22,28 +22,16 @@ from ...kernels import Params, Request, ScoreFunction, ScoreMod
 from ...kernels.score_mods.chosen_keys import ChosenKeys, is_chosen
 from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
-from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
-from ..context.attended_layers import AttendedLayers
 from ..context.batch_context import BatchContext, MaskSpec
-from ..context.graph_notes import note_attention
 from ..context.introspect import class_of, file_of
 from ..context.mesh import ring_group, warn_without_ring
 from ..gradients import replicas
-from ..gradients.backward_end import BackwardEnd
+from ..gradients.attention_outputs import note_output
 from ..log import say
 from ..model import temperature
+from ..model.refused_arguments import NO_DROPOUT, NO_RING, REFUSED_ARGUMENTS
 from ..patching.compiler import uncompiled
-
-_NO_RING = "Train this model without a ring, with attn_implementation='sdpa' or its own"
-REFUSED_ARGUMENTS = {
-    "position_bias": f"a bias of S x S scores built from local lengths (T5) is not supported. {_NO_RING}",
-    "attn_bias": "an additive bias is not supported. Compute it by a function of positions, and pass that as score_mod",
-    "block_indices": f"sparse attention over chosen blocks is not supported. {_NO_RING}",
-    "head_mask": "masking of heads is not supported. Leave it out",
-    "output_attentions": "attention weights never exist in a ring, so a model cannot return them. Leave it out of the "
-    "call, and set output_attentions=False in the model's config",
-}
 
 
 def ring_attention_forward(
@@ -112,7 +100,7 @@ def ring_attention_forward(
     if out.requires_grad and not trains and not spec.in_batch and not torch.compiler.is_compiling():
         out.register_hook(lambda _gradient: warn_without_ring())  # it trains: a program need not call model.train()
     if not torch.compiler.is_compiling():
-        follow(out, module, spec)
+        note_output(out, module, spec.layout)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
 
 
@@ -134,33 +122,13 @@ def _refuse_arguments(
         _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
 
 
-NO_DROPOUT = "it is not exact in a ring; set it to 0.0 in the model's config (attention_dropout, attn_pdrop)"
-
-
-@uncompiled("hf_ring_attn hooks the backward of an attention")
-def follow(out: Tensor, layer: nn.Module, spec: MaskSpec) -> None:
-    """Notes an attention with its batch and in its graph, and lets its backward average gradients at its end, if need
-    be."""
-    context = batch_context.current()
-    if context is None or context.ring.size == 1 or is_recomputing():  # a reentrant checkpoint's is inside another
-        return
-    if spec.layout.world_size > 1:  # not a tower's, which some ranks may leave out
-        context.state(AttendedLayers).note(layer)
-    if not out.requires_grad:
-        return
-    note_attention(out, context)
-    end = context.state(BackwardEnd)
-    if end.parts:  # none under FSDP2
-        out.register_hook(lambda _gradient: end.expect())
-
-
 _SCORED_LOCALLY = (
     "with a mask that is not the ring's (cached decoding, a vision tower) transformers' own attention would run, which "
     "leaves it out. Pass it to the layers of a text model, called with whole rows (use_cache=False)"
 )
 
 
-_CHOOSES = f"its indexer chooses keys, which takes the place of a function of scores. {_NO_RING}"
+_CHOOSES = f"its indexer chooses keys, which takes the place of a function of scores. {NO_RING}"
 
 
 def _of_chosen(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:

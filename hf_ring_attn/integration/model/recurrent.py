@@ -146,7 +146,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         RUNNING.enter(module, None)
         return
     given, recomputed, share = [*args, *kwargs.values()], is_recomputing(), rows_of_batch()
-    if share is not None and not recomputed and MASK not in forward_of(module).__globals__:
+    if share is not None and not recomputed and rows_in(given) is None:
         _mark_mask(given, share)
     rows = rows_in(given)
     if rows is not None:
@@ -162,7 +162,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _mark_mask(given: list[Any], share: RowShare) -> None:
-    """Marks the padding mask of a model without attention, whose layers get this rank's share of it unchanged."""
+    """Marks this rank's share of the padding mask where transformers' function did not: a model may have another tensor
+    of it, or no such function, as models without attention."""
     context = batch_context.current()
     assert context is not None, "it has rows"
     mask = next((x for x in given if isinstance(x, Tensor) and x.shape == context.local_shape), None)

@@ -27,18 +27,19 @@ from ...layers.halo import ALL, Piece
 from ...sharding.layout import Layout
 from ...sharding.plan import Plan
 from ...sharding.visible import bounds, by_position, visible
-from ..attention.function import NO_DROPOUT, REFUSED_ARGUMENTS, follow
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
 from ..context.introspect import class_of, file_of, globals_used, text_modules
 from ..context.model_record import latest_record
 from ..context.tensor_tree import tensors_of
+from ..gradients.attention_outputs import note_output
 from ..log import warn
 from ..patching.compiler import uncompiled
 from ..patching.modules import replace
 from . import indexers
 from .decoder import named_kinds
 from .recurrent_ops import BY_HOST
+from .refused_arguments import NO_DROPOUT, REFUSED_ARGUMENTS
 from .whole_layers import SHARED, OnWholeDocuments, takes_mask
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -140,13 +141,13 @@ class _OnWholeRows(OnWholeDocuments):
     @uncompiled(BY_HOST)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         spec, context = _spec_in([*args, *kwargs.values()]), batch_context.current()
-        if spec is None or not spec.in_batch:
-            if context is not None and spec is None and not context.before_text:
-                raise errors.LayerWithoutSpec(class_of(self.module), "nothing")
+        layout = _layout_of(spec, context)
+        if layout is None:
             return super().__call__(*args, **kwargs)
         self._refuse(kwargs)
-        self._refuse_padding(spec)
-        self.local_length = spec.layout.local_length
+        if spec is not None:
+            self._refuse_padding(spec)
+        self.local_length = layout.local_length
         count_attention()
         if context is not None:
             context.log.kernel = context.log.kernel or f"{self.implementation} on whole rows"
@@ -155,7 +156,7 @@ class _OnWholeRows(OnWholeDocuments):
         mine = next((x for _, x in tensors_of(found) if x.requires_grad), None)
         if mine is None:
             mine = next(x for _, x in tensors_of(found))
-        follow(mine, self.module, spec)
+        note_output(mine, self.module, layout)
         return found
 
     def _refuse(self, given: Mapping[str, Any]) -> None:
@@ -217,6 +218,14 @@ class _OnWholeRows(OnWholeDocuments):
 def _distances(tokens: int, like: Tensor) -> Tensor:
     at = torch.arange(tokens, device=like.device, dtype=like.dtype)
     return at[:, None] - at[None, :]
+
+
+def _layout_of(spec: MaskSpec | None, context: BatchContext | None) -> Layout | None:
+    """The layout of the rows that an attention gets a share of; None outside of sharded batches, and in a recompute
+    without the ring's mask."""
+    if spec is not None:
+        return spec.layout if spec.in_batch else None
+    return None if context is None or context.before_text or context.row_share is None else context.layout
 
 
 def _spec_in(given: Iterable[Any]) -> MaskSpec | None:

@@ -117,9 +117,8 @@ def with_a_cache(model: Any, inputs: dict[str, Any]) -> Any:
     return model(**{**inputs, "use_cache": True, "past_key_values": DynamicCache(config=model.config)})
 
 
-def with_masks_of_its_own(model: Any, inputs: dict[str, Any]) -> Any:
-    share = inputs["input_ids"].shape
-    masks = {"full_attention": None, "linear_attention": torch.ones(share)}
+def without_masks(model: Any, inputs: dict[str, Any]) -> Any:
+    masks = {"full_attention": None, "linear_attention": None}
     return model(**{**inputs, "attention_mask": masks})
 
 
@@ -161,7 +160,7 @@ def refusals() -> list[tuple[str, str]]:
     ids = torch.arange(24)[None].expand(2, -1) // 8
     return [
         attempt(run, with_a_cache, tokens(24)) or ("nothing", ""),
-        attempt(run, with_masks_of_its_own, tokens(24)) or ("nothing", ""),
+        attempt(run, without_masks, tokens(24)) or ("nothing", ""),
         attempt(run, checkpointed_by_position, tokens(24)) or ("nothing", ""),
         attempt(run, replaced_later, tokens(24)) or ("nothing", ""),
         attempt(run, None, {**tokens(24), "seq_idx": ids}) or ("nothing", ""),

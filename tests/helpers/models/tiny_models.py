@@ -78,6 +78,18 @@ ON_WHOLE_DOCUMENTS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any],
         },
         "eager",
     ),
+    "glm 5.3": (
+        "Glm5NextForConditionalGeneration",
+        {"vision_config": {"depth": 1, "hidden_size": 8, "num_heads": 1}, "text_config": {
+            **SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4, "hc_mult": 2, "linear_head_dim": 8,
+            "linear_num_heads": 2, "qk_rope_head_dim": 0, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
+            "kv_lora_rank": 16, "mlp_layer_types": ["dense"] * 4,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+            "indexer_types": ["full", "full", "shared", "full"], "index_n_heads": 32, "index_head_dim": 8,
+            "index_topk": 6, "index_kpool": 3,
+        }},
+        "sdpa",
+    ),
 }  # fmt: skip
 """Those with attention that a ring does not know."""
 

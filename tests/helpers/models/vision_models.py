@@ -197,6 +197,16 @@ KINDS: dict[str, Kind] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
         }},
     ),
+    "GLM-5.3-Flash, an indexer of pooled keys beside linear attention": Kind(
+        name="Glm5Next", types="mm_token_type_ids", images=patches,
+        config={"vision_config": {**QWEN, "projection_intermediate_size": 24}, "text_config": {
+            "num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+            "index_n_heads": 32, "index_head_dim": 8, "index_topk": 6, "index_kpool": 3, "num_key_value_heads": 4,
+            "qk_rope_head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 2, "hc_mult": 2,
+        }},
+    ),
     "Aria, images as answers of a cross attention": Kind(
         name="Aria", config={"projector_patch_to_query_dict": {16: 4}, "vision_config": VIT}, dtype=torch.float32,
     ),

@@ -218,12 +218,11 @@ def test_a_head_s_recurrence_is_computed_as_in_one_process(
 def test_what_cannot_be_exact_is_refused_by_name(ranks: Ranks) -> None:
     for raised in ranks(2).run(jobs.refusals):
         assert [error for error, _ in raised] == [
-            "UnsupportedArgument", "RecurrentLayerWithoutMask", "RecurrentLayerWithoutMask", "UnsupportedModel",
-            "BadBatch",
+            "UnsupportedArgument", "LayerWithoutSpec", "RecurrentLayerWithoutMask", "UnsupportedModel", "BadBatch",
         ]  # fmt: skip
         assert "Qwen3_5GatedDeltaNet was called with a cache: its state would be one rank's" in raised[0][1]
-        assert "Qwen3_5GatedDeltaNet, a recurrent layer in a ring, did not get the mask of" in raised[1][1]
-        assert "a reentrant checkpoint that is given the mask as a tensor and copies it" in raised[2][1]
+        assert "Qwen3_5GatedDeltaNet, a recurrent layer in a ring, did not get the mask that" in raised[2][1]
+        assert "a reentrant checkpoint got the mask as a tensor and copied it" in raised[2][1]
         assert "causal_conv1d_fn of its file was replaced after hf_ring_attn patched it" in raised[3][1]
         assert "seq_idx and position_ids define different documents (first difference at token 8 of" in raised[4][1]
 

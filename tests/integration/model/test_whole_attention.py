@@ -36,10 +36,12 @@ STEPS = [
     ),
     Step(why="blocks of keys", model="minimax m3", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="blocks of keys, reentrant", model="minimax m3", checkpointing="reentrant", exact=EXACT),
+    Step(why="pooled keys", model="glm 5.3", batch=padded(23, left=4, right=6), exact=EXACT),
+    Step(why="pooled keys, recomputed", model="glm 5.3", checkpointing="recomputed", exact=EXACT),
     Step(why="compressed keys", model="deepseek v4", batch=padded(23, left=4, right=6), exact=EXACT),
     Step(why="compressed keys, recomputed", model="deepseek v4", checkpointing="recomputed", exact=EXACT),
 ]
-MODELS = ("inkling", "minimax m3", "deepseek v4")
+MODELS = ("inkling", "minimax m3", "deepseek v4", "glm 5.3")
 alone = cache(plain_jobs.by_itself)
 
 
@@ -52,7 +54,6 @@ def test_a_ring_gives_what_one_process_gives(ranks: Ranks, step: Step, world_siz
 
 RUNS = [
     Run(why="answers", rows=Rows(labelled="answers", length=23)),
-    Run(why="packed", rows=Rows(packed=True)),
     Run(why="LoRA, checkpoints", lora=True, arguments={"gradient_checkpointing": True}),
     Run(why="FSDP2", fsdp2=True),
 ]
@@ -105,6 +106,7 @@ def test_which_attention_it_is(name: str) -> None:
         == {
             "inkling": {"hybrid": "sdpa", "hybrid_sliding": "sdpa"},
             "minimax m3": {"minimax_m3_sparse": "sdpa"},
+            "glm 5.3": {"indexed_attention": "sdpa"},
             "deepseek v4": {"compressed_sparse_attention": "eager", "heavily_compressed_attention": "eager"},
         }[name]
     )
