@@ -126,8 +126,9 @@ def test_a_vision_part_with_attention_classes_of_its_own_leaves_the_ring_to_the_
 
 
 def test_a_model_that_no_ring_trains_is_refused_though_its_vision_part_takes_none(plan: Any) -> None:
-    code, said, _ = plan({"model_type": "unlimited_ocr"}, "--tokens", "8K")
-    assert code == 1 and "its layers of type ['reference_sliding_attention'] do not go through ring" in said
+    layers = {"num_hidden_layers": 2, "layer_types": ["reference_sliding_attention", "linear_attention"]}
+    code, said, _ = plan({"model_type": "unlimited_ocr", "text_config": layers}, "--tokens", "8K")
+    assert code == 1 and "its layers of type ['linear_attention'] do not go through ring" in said
 
 
 def test_quantized_weights_are_counted_otherwise_and_named(plan: Any) -> None:
