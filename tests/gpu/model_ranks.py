@@ -23,11 +23,11 @@ from hf_ring_attn.testing import relative_error
 from tests.gpu.verdict import told
 from tests.helpers.jobs.hybrid_jobs import HYBRIDS
 from tests.helpers.jobs.plain_jobs import Answer, Batch, Step, by_itself, in_a_ring, packed, padded, ready, tokens
-from tests.helpers.models.tiny_models import MODELS, OF_WHOLE_ROWS
+from tests.helpers.models.tiny_models import MODELS, OF_WHOLE_ROWS, ON_WHOLE_DOCUMENTS
 
 DOCUMENTS = (5, 20, 3, 30, 9)
 BATCHES: dict[str, Batch] = {"whole": tokens(67), "padded": padded(67, right=20), "packed": packed(*DOCUMENTS)}
-BY_DOCUMENT = (*HYBRIDS, "gpt_oss", "afmoe", "bert")
+BY_DOCUMENT = (*HYBRIDS, *ON_WHOLE_DOCUMENTS, "gpt_oss", "afmoe", "bert")
 """Their packed rows are compared with each document alone, since transformers' own code mixes the documents."""
 NEEDS_A_MASK = {"longrope in each layer"} if Version(transformers.__version__) < Version("5.24") else set[str]()
 """Moshi's layers get no mask without one then, and are refused."""

@@ -202,7 +202,7 @@ KINDS: dict[str, Kind] = {
         config={"vision_config": {**QWEN, "projection_intermediate_size": 24}, "text_config": {
             "num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4,
             "indexer_types": ["full", "full", "shared", "full"],
-            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"],
             "index_n_heads": 32, "index_head_dim": 8, "index_topk": 6, "index_kpool": 3, "num_key_value_heads": 4,
             "qk_rope_head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 2, "hc_mult": 2,
         }},
