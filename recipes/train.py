@@ -254,6 +254,10 @@ def train(settings: dict[str, Any], resume: bool = False) -> Any:
     kind = AutoProcessor if PICTURES in rows.column_names else AutoTokenizer
     tokenizer = kind.from_pretrained(settings["model"], revision=settings["revision"])
     model = load_model(settings)
+    if PICTURES in rows.column_names:
+        # TRL and transformers let embeddings require gradients for reentrant checkpoints, which these are not. Then a
+        # frozen tower would have a backward.
+        model.enable_input_require_grads = lambda: None
     lora = LoraConfig(**{"task_type": "CAUSAL_LM", **settings["lora"]}) if settings["lora"] is not None else None
     set_seed(args.seed)  # LoRA's first matrix is random: alike on every rank
     progress = Progress()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.recipes.programs_of_recipes import program
+from tests.recipes.programs_of_recipes import RECIPES, program
 
 pictures, toy_pictures = program("pictures"), program("toy_pictures")
 OF_A_PICTURE = 4 + 2 + 4
@@ -45,6 +45,25 @@ def test_rows_that_are_longer_than_the_recipe_has_it_are_refused(tmp_path: Path,
     assert "tokens" not in train.load_rows({"data": data, "training": {"max_length": longest}}, "train").column_names
     with pytest.raises(train.BadRecipe, match=f"a row has {longest} tokens"):
         train.load_rows({"data": data, "training": {"max_length": longest - 1}}, "train")
+
+
+@pytest.mark.slow
+def test_a_frozen_tower_has_no_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though hosts let embeddings require gradients where layers are recomputed."""
+    train, found = program("train"), []
+    load_model = train.load_model
+
+    def watched(settings: dict[str, Any]) -> Any:
+        model = load_model(settings)
+        model.model.vision_tower.register_forward_hook(lambda *call: found.append(call[2].last_hidden_state))
+        return model
+
+    monkeypatch.setattr(train, "load_model", watched)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr("sys.argv", ["train.py", str(RECIPES / "vlm/config.yaml"), "--toy"])
+    train.main()
+    assert len(found) == 3 and not any(x.requires_grad for x in found)
 
 
 def test_conversations_are_learned_by_their_last_turn_and_long_ones_left_out(tmp_path: Path, model: Path) -> None:
