@@ -20,7 +20,6 @@ from ...attention.score_mod_op import attend_scored
 from ...comm.ring import Ring
 from ...kernels import Params, Request, ScoreFunction, ScoreMod
 from ...kernels.score_mods.chosen_keys import ChosenKeys, is_chosen
-from ...sharding.mask import Band
 from ...traffic import GatheredKV, LayerRole
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
@@ -30,7 +29,7 @@ from ..gradients import replicas
 from ..gradients.attention_outputs import note_output
 from ..log import say
 from ..model import temperature
-from ..model.refused_arguments import NO_DROPOUT, NO_RING, REFUSED_ARGUMENTS
+from ..model.refused_arguments import CAUSAL_OR_NOT, NO_DROPOUT, NO_RING, REFUSED_ARGUMENTS, is_causal_or_not
 from ..patching.compiler import uncompiled
 
 
@@ -116,10 +115,8 @@ def _refuse_arguments(
     for name, why in REFUSED_ARGUMENTS.items():
         if others.get(name) is not None and others[name] is not False:
             _refuse(errors.UnsupportedArgument, where, name, why)
-    causal, seen = others.get("is_causal"), spec.seen
-    drops = not (getattr(module, "is_causal", True) if causal is None else causal)
-    if drops and isinstance(seen, Band) and seen.lo == 0:
-        _refuse(errors.UnsupportedArgument, where, "is_causal=False", _CAUSAL_OR_NOT)
+    if is_causal_or_not(module, spec.seen, others.get("is_causal")):
+        _refuse(errors.UnsupportedArgument, where, "is_causal=False", CAUSAL_OR_NOT)
 
 
 _SCORED_LOCALLY = (
@@ -186,13 +183,6 @@ def _shared(
 _NO_CAP = (
     "transformers' eager attention divides scores by it, so all tokens weigh alike and gradients are nan. For no cap "
     "set it to None in the model's config (attn_logit_softcapping)"
-)
-
-
-_CAUSAL_OR_NOT = (
-    "its mask is causal, but transformers' sdpa drops a causal mask, and then attends both ways: which of the two is "
-    "meant is not known. Set use_bidirectional_attention=False in the model's config, or give it what its mask is made "
-    "of (token_type_ids)"
 )
 
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from ... import errors
 from ...attention.op import count_attention
 from ...comm.ring import LOCAL, Ring
-from ...layers.halo import ALL, Piece
+from ...layers.halo import ALL, Piece, RowShare
 from ...sharding.layout import Layout
 from ...sharding.plan import Plan
 from ...sharding.visible import bounds, by_position, visible
@@ -39,8 +38,9 @@ from ..patching.modules import replace
 from . import indexers
 from .decoder import named_kinds
 from .recurrent_ops import BY_HOST
-from .refused_arguments import NO_DROPOUT, REFUSED_ARGUMENTS
-from .whole_layers import SHARED, OnWholeDocuments, takes_mask
+from .refused_arguments import CAUSAL_OR_NOT, NO_DROPOUT, REFUSED_ARGUMENTS, is_causal_or_not
+from .whole_layers import SHARED, OnWholeDocuments, is_of_tokens, takes_mask
+from .written_arguments import call_with
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """The types of layers whose attention the ring computes."""
@@ -135,7 +135,6 @@ class _OnWholeRows(OnWholeDocuments):
 
     def __init__(self, module: nn.Module, one: WholeAttention) -> None:
         super().__init__(module)
-        self.local_length = 0
         self.implementation, self.by_mask_alone = one.implementation, one.kind in KINDS | HYBRIDS
 
     @uncompiled(BY_HOST)
@@ -144,10 +143,9 @@ class _OnWholeRows(OnWholeDocuments):
         layout = _layout_of(spec, context)
         if layout is None:
             return super().__call__(*args, **kwargs)
-        self._refuse(kwargs)
+        self._refuse(kwargs, spec)
         if spec is not None:
             self._refuse_padding(spec)
-        self.local_length = layout.local_length
         count_attention()
         if context is not None:
             context.log.kernel = context.log.kernel or f"{self.implementation} on whole rows"
@@ -159,13 +157,15 @@ class _OnWholeRows(OnWholeDocuments):
         note_output(mine, self.module, layout)
         return found
 
-    def _refuse(self, given: Mapping[str, Any]) -> None:
+    def _refuse(self, given: Mapping[str, Any], spec: MaskSpec | None) -> None:
         where, config = class_of(self.module), self.module.__dict__.get("config")
         dropout = getattr(self.module, "attention_dropout", getattr(config, "attention_dropout", 0.0))
         if self.module.training and dropout:
             raise errors.UnsupportedArgument(where, f"dropout={dropout}", NO_DROPOUT)
         if given.get("output_attentions"):
             raise errors.UnsupportedArgument(where, "output_attentions", REFUSED_ARGUMENTS["output_attentions"])
+        if spec is not None and self.implementation == "sdpa" and is_causal_or_not(self.module, spec.seen):
+            raise errors.UnsupportedArgument(where, "is_causal=False", CAUSAL_OR_NOT)
 
     def _refuse_padding(self, spec: MaskSpec) -> None:
         """Refuses padding before tokens that a layer may choose or compress, if it has other numbers in a ring.
@@ -195,24 +195,35 @@ class _OnWholeRows(OnWholeDocuments):
                 return x
             return torch.zeros_like(x, dtype=hidden.dtype).masked_fill(~x, torch.finfo(hidden.dtype).min)
 
-        def of_document(x: Any) -> Any:
-            x = as_tensor(x)
-            return x if place is None else self._pairs(x, hidden.shape[1])
-
-        args, kwargs = tree_map(of_document, args), tree_map(of_document, kwargs)
         with _implemented_by(self.module, self.implementation):
-            found = self.forward(*args, **kwargs)
-        weights = isinstance(found, tuple) and len(found) > 1 and isinstance(found[1], Tensor)
-        return (found[0], None, *found[2:]) if weights and place is not None else found
+            found, _ = call_with(self.forward, args, kwargs, as_tensor)
+        if place is None or type(found) is not tuple:
+            return found
+        return tuple(None if _are_weights(x, hidden.shape[1]) else x for x in found)
 
-    def _pairs(self, x: Any, tokens: int) -> Any:
-        """A table of pairs of tokens that the model made by a rank's length, as one process makes it of a document."""
-        length = self.local_length
-        if not isinstance(x, Tensor) or x.shape != (length, length):
-            return x
-        if not torch.equal(x, _distances(length, x)):
-            raise errors.UnsupportedModel(class_of(self.module), [_PAIRS])
+    def is_of_pairs(self, x: Any, rows: RowShare) -> bool:
+        """Returns True for a table that the model made by a rank's length: of distances, also if rows are as many.
+
+        Raises:
+            UnsupportedModel: a table of something else.
+        """
+        length = rows.layout.local_length
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2:] != (length, length):
+            return False
+        if x.dim() == 2 and x.dtype != torch.bool and torch.equal(x, _distances(length, x)):
+            return True
+        if is_of_tokens(x, rows):  # ids, or positions, of as many rows; or as many features
+            return False
+        raise errors.UnsupportedModel(class_of(self.module), [_PAIRS])
+
+    def pairs_of(self, x: Tensor, tokens: int) -> Tensor:
+        """The table that one process makes of a document."""
         return _distances(tokens, x)
+
+
+def _are_weights(x: Any, tokens: int) -> bool:
+    """Returns True for attention weights [B, H, T, keys]."""
+    return isinstance(x, Tensor) and x.dim() == 4 and x.shape[2] == tokens
 
 
 def _distances(tokens: int, like: Tensor) -> Tensor:

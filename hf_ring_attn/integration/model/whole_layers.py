@@ -13,10 +13,11 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -33,6 +34,7 @@ from ..patching.compiler import uncompiled
 from ..patching.modules import OwnForward, attach, replace
 from .recurrent_ops import BY_HOST, RunningLayers
 from .recurrent_rows import MASK, refuse_cache, rows_in, rows_of_batch
+from .written_arguments import call_with
 
 TOKENWISE = re.compile(r"(Norm(Gated)?|M[Ll][Pp]|Embedding)$")
 STATEFUL = re.compile(r"Mamba|Rwkv|Recurrent|GatedDelta|ShortConv|LinearAttention|LightningAttention|xLSTM")
@@ -50,6 +52,10 @@ _BY_CHANCE = (
 _KEEPS = (
     "in packed rows it is called for each document, and the loss uses a tensor of the last one, in its attribute {}: "
     "return it for each token instead, or do not pack"
+)
+_WRITES = (
+    "in packed rows it is called for each document, and it keeps a tensor in a dict or a list that it gets: return it "
+    "for each token instead, or do not pack"
 )
 _ROWS = "hf_ring_attn: the rows of this layer on whole rows"
 AROUND = RunningLayers()
@@ -148,10 +154,12 @@ class OnWholeDocuments(OwnForward):
             return self.alone(*args, **kwargs)
         name, several = type(self.module).__name__, sum(map(len, rows.pieces)) > 1
         refuse_cache(name, [*args, *kwargs.values()])
-        given, kind = tree_flatten((args, kwargs))
+        given = tree_leaves((args, kwargs))
         is_rnn = isinstance(self.module, nn.RNNBase)
         searched: list[Any] = [args[0] if args else kwargs.get("input")] if is_rnn else given
-        tokens: dict[int, Tensor] = {id(x): x for x in searched if _is_of_tokens(x, rows)}
+        tokens: dict[int, Tensor] = {
+            id(x): x for x in searched if is_of_tokens(x, rows) and not self.is_of_pairs(x, rows)
+        }
         if not _RAN[self.module].knows(given, tokens, rows.layout.local_length):
             raise errors.UnsupportedModel(name, [_BY_CHANCE])
 
@@ -161,9 +169,18 @@ class OnWholeDocuments(OwnForward):
             states = {
                 id(x): x[:, of.rows].contiguous() for x in given if is_rnn and isinstance(x, Tensor) and x.dim() == 3
             }
-            mine, named = tree_unflatten([{**states, **by}.get(id(x), x) for x in given], kind)
+            theirs, whole_length = {**states, **by}, of.stop - of.start
+
+            def change(x: Any) -> Any:
+                if id(x) in theirs:
+                    return theirs[id(x)]
+                return self.pairs_of(x, whole_length) if self.is_of_pairs(x, rows) else x
+
             with WITHIN.one_more():
-                found = self.on_document(of, *mine, **named)
+                of_document = partial(self.on_document, of)
+                found, wrote = call_with(of_document, args, kwargs, change)
+            if wrote and several:
+                raise errors.UnsupportedModel(name, [_WRITES])
             for attribute in [] if attributes is None else attributes.new_tensors():
                 self._guard(attribute)
             return found
@@ -179,6 +196,14 @@ class OnWholeDocuments(OwnForward):
     def on_document(self, place: Piece, *args: Any, **kwargs: Any) -> Any:
         """The layer on the tokens of a document."""
         return self.forward(*args, **kwargs)
+
+    def is_of_pairs(self, x: Any, rows: RowShare) -> bool:
+        """Returns True for an input that has a number for each two tokens of a rank."""
+        return False
+
+    def pairs_of(self, x: Tensor, tokens: int) -> Tensor:
+        """What a document has in place of an input of pairs."""
+        raise NotImplementedError
 
     def _guard(self, attribute: str) -> None:
         """Refuses a loss that uses a tensor in an attribute, since it is of the last document.
@@ -200,7 +225,7 @@ class OnWholeDocuments(OwnForward):
         given, ran = [*args, *kwargs.values()], _RAN.setdefault(self.module, _Runs())
         rows = rows_in(given) or AROUND.rows
         if rows is None and is_recomputing():
-            fitting = [one for one in ran.alive if any(_is_of_tokens(x, one) for _, x in tensors_of((args, kwargs)))]
+            fitting = [one for one in ran.alive if any(is_of_tokens(x, one) for _, x in tensors_of((args, kwargs)))]
             if fitting and (ran.latest is None or not all(_have_same_documents(one, fitting[0]) for one in fitting)):
                 raise errors.UnsupportedModel(type(self.module).__name__, [_MIXED])
             return fitting[0] if fitting else None
@@ -273,7 +298,8 @@ class _Within(threading.local):
 WITHIN = _Within()
 
 
-def _is_of_tokens(x: Any, rows: RowShare) -> bool:
+def is_of_tokens(x: Any, rows: RowShare) -> bool:
+    """Returns True for a tensor of the size of a rank's tokens, [B, T, ...] or [1, T, ...]."""
     if not isinstance(x, Tensor) or x.dim() < 2:
         return False
     return x.shape[0] in (1, rows.count) and x.shape[1] == rows.layout.local_length
