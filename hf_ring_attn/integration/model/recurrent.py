@@ -27,7 +27,7 @@ from ..patching.compiler import uncompiled
 from ..patching.modules import attach
 from . import whole_layers
 from .recurrent_ops import BY_HOST, CONVOLUTION, DECODING, FUSED, MAKERS, OPERATIONS, RUNNING, known, replaceable
-from .recurrent_rows import MASK, make_mask_function, mark, refuse_cache, rows_in, rows_of_batch
+from .recurrent_rows import MASK, make_mask_function, note_given, refuse_cache, rows_given, rows_in, rows_of_batch
 from .whole_layers import carries_state
 
 _RAN = "_hf_ring_attn_hybrid_ran"
@@ -146,9 +146,11 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         RUNNING.enter(module, None)
         return
     given, recomputed, share = [*args, *kwargs.values()], is_recomputing(), rows_of_batch()
-    if share is not None and not recomputed and rows_in(given) is None:
-        _mark_mask(given, share)
     rows = rows_in(given)
+    if rows is None and recomputed:
+        rows = rows_given(type(module).__name__, given)
+    elif rows is None and share is not None:
+        rows = _with_own_mask(given, share)
     if rows is not None:
         module.__dict__[_RAN] = True
         refuse_cache(type(module).__name__, given)
@@ -161,14 +163,16 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     RUNNING.enter(module, rows)
 
 
-def _mark_mask(given: list[Any], share: RowShare) -> None:
-    """Marks this rank's share of the padding mask where transformers' function did not: a model may have another tensor
-    of it, or no such function, as models without attention."""
+def _with_own_mask(given: list[Any], share: RowShare) -> RowShare | None:
+    """The rows of this batch, if a layer got this rank's share of the padding mask, but not by transformers' function:
+    a model may have another tensor of it, or no such function, as those without attention."""
     context = batch_context.current()
     assert context is not None, "it has rows"
     mask = next((x for x in given if isinstance(x, Tensor) and x.shape == context.local_shape), None)
-    if mask is not None:
-        mark(mask, share)
+    if mask is None:
+        return None
+    note_given(mask, share)
+    return share
 
 
 @uncompiled(BY_HOST)

@@ -20,6 +20,11 @@ from .recurrent_ops import BY_HOST
 
 MASK = "create_recurrent_attention_mask"
 _MARK = "_hf_ring_attn_hybrid"
+_GIVEN = "_hf_ring_attn_hybrid_given"
+_MIXED = (
+    "a checkpoint recomputes it with a mask that batches of other documents or lengths had, too: make another mask for "
+    "each batch, or train without checkpointing"
+)
 
 
 def rows_in(given: Iterable[Any]) -> RowShare | None:
@@ -42,6 +47,30 @@ def mark(mask: Tensor, rows: RowShare) -> Tensor:
     """Lets a mask carry rows."""
     setattr(mask, _MARK, rows)
     return mask
+
+
+def note_given(mask: Tensor, rows: RowShare) -> None:
+    """Notes the rows with which a layer got a program's own mask, for a recompute: the program may keep the mask, and
+    use it in other batches, and outside of any."""
+    before = getattr(mask, _GIVEN, rows)
+    setattr(mask, _GIVEN, rows if before is not None and have_same_documents(before, rows) else None)
+
+
+def rows_given(layer: str, given: Iterable[Any]) -> RowShare | None:
+    """The rows with which a layer got a program's own mask.
+
+    Raises:
+        UnsupportedModel: there were several.
+    """
+    noted = [getattr(x, _GIVEN) for x in given if isinstance(x, Tensor) and hasattr(x, _GIVEN)]
+    if None in noted:
+        raise errors.UnsupportedModel(layer, [_MIXED])
+    return noted[0] if noted else None
+
+
+def have_same_documents(a: RowShare, b: RowShare) -> bool:
+    """Returns True for rows that are cut alike."""
+    return (a.ring, a.layout, a.count) == (b.ring, b.layout, b.count) and a.pieces == b.pieces
 
 
 def rows_of_batch() -> RowShare | None:

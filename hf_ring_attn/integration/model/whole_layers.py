@@ -33,7 +33,7 @@ from ..memory.attributes import Attributes
 from ..patching.compiler import uncompiled
 from ..patching.modules import OwnForward, attach, replace
 from .recurrent_ops import BY_HOST, RunningLayers
-from .recurrent_rows import MASK, refuse_cache, rows_in, rows_of_batch
+from .recurrent_rows import MASK, have_same_documents, refuse_cache, rows_in, rows_of_batch
 from .written_arguments import call_with
 
 TOKENWISE = re.compile(r"(Norm(Gated)?|M[Ll][Pp]|Embedding)$")
@@ -226,7 +226,7 @@ class OnWholeDocuments(OwnForward):
         rows = rows_in(given) or AROUND.rows
         if rows is None and is_recomputing():
             fitting = [one for one in ran.alive if any(is_of_tokens(x, one) for _, x in tensors_of((args, kwargs)))]
-            if fitting and (ran.latest is None or not all(_have_same_documents(one, fitting[0]) for one in fitting)):
+            if fitting and (ran.latest is None or not all(have_same_documents(one, fitting[0]) for one in fitting)):
                 raise errors.UnsupportedModel(type(self.module).__name__, [_MIXED])
             return fitting[0] if fitting else None
         rows = rows or rows_of_batch()
@@ -275,10 +275,6 @@ def _keep_rows(rows: RowShare, output: Any) -> Any:
         if made_by is not None:
             made_by.metadata[_ROWS] = rows
     return output
-
-
-def _have_same_documents(a: RowShare, b: RowShare) -> bool:
-    return (a.ring, a.layout, a.count) == (b.ring, b.layout, b.count) and a.pieces == b.pieces
 
 
 class _Within(threading.local):
