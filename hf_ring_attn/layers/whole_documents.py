@@ -7,6 +7,7 @@ one by one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def _cut(x: Tensor, piece: Piece) -> Tensor:
 def _joined(rows: RowShare, pieces: Sequence[Piece], parts: Sequence[Any], size: int, name: str) -> Any:
     """This rank's tokens of results, one a piece."""
     if not all(_is_of_tokens(part, piece, size) for part, piece in zip(parts, pieces, strict=True)):
-        return parts[0] if all(_is_same(part, parts[0]) for part in parts[1:]) else _OfDocuments.of(name)
+        return parts[0] if all(_is_same(part, parts[0]) for part in parts[1:]) else OfDocuments.of(name)
     whole, at = [], 0
     for documents in rows.pieces:
         whole.append(torch.cat(tuple(parts[at : at + len(documents)]), 1))
@@ -72,25 +73,45 @@ _OF_DOCUMENTS = (
 )
 
 
-class _OfDocuments(Tensor):
-    """A result that each document of a packed row has for itself, which nobody may use."""
+class OfDocuments(Tensor):
+    """A result that each document of a packed row has for itself, which nobody may use.
+
+    Attributes:
+        of_layer: the name of the layer. why: for the refusal. last: the last document's, if it may be asked for.
+    """
 
     of_layer: str
+    why: str
+    last: Tensor | None
 
     @classmethod
-    def of(cls, name: str) -> _OfDocuments:
+    def of(cls, name: str, why: str = _OF_DOCUMENTS, last: Tensor | None = None) -> OfDocuments:
         """Makes one of a layer."""
         made = torch.Tensor._make_subclass(cls, torch.empty(0))
-        made.of_layer = name
+        made.of_layer, made.why, made.last = name, why, last
         return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.last, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (_as_it_is, (self.last,))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOSTS_ASK:
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         given, _ = tree_flatten((args, kwargs))
-        raise errors.UnsupportedModel(next(x.of_layer for x in given if isinstance(x, cls)), [_OF_DOCUMENTS])
+        one = next(x for x in given if isinstance(x, cls))
+        raise errors.UnsupportedModel(one.of_layer, [one.why])
 
 
-_HOSTS_ASK = {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
-"""Attributes that FSDP2 reads of each output."""
+_HOSTS_ASK = {
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "is_meta")),
+    *(getattr(Tensor, name) for name in ("numel", "element_size", "is_inference")),
+}
+"""What FSDP2 reads of each output, and the self-check of each attribute."""
+
+
+def _as_it_is(x: Any) -> Any:
+    return x

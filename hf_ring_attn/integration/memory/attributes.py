@@ -40,10 +40,10 @@ class Attributes:
                 if before is ...:
                     del own[name]
 
-    def new_tensors(self) -> list[str]:
-        """The names of attributes in which the module keeps a tensor since."""
+    def new_tensors(self) -> list[tuple[dict[str, Any], str]]:
+        """The attributes in which the module, or a part of it, keeps a tensor since: whose, and their names."""
         return [
-            name
+            (own, name)
             for own, values in zip(self.owners, self.values, strict=True) for name, x in own.items()
             if _decides(name, x) and not _is_same(x, values.get(name, ...)) and any(_tensors(x))
         ]  # fmt: skip

@@ -193,7 +193,7 @@ class _ChunkedForward(OwnForward):
         found = run_in_chunks(call, rows, list(call.trained), most)
         if before != list(map(version_of, self.module.buffers())):
             raise errors.NotByToken(self.name, "changes its buffers in each call")
-        for name in call.attributes.new_tensors():
+        for _, name in call.attributes.new_tensors():
             raise errors.NotByToken(self.name, f"keeps a tensor of each call in its attribute {name}")
         self.tried.add(self.module.training)
         return self._whole(found, x)

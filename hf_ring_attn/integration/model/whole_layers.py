@@ -11,7 +11,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,9 +29,9 @@ from ..context.batch_context import BatchContext
 from ..context.introspect import class_of, forward_of, globals_used, inner_text_model, text_modules
 from ..context.tensor_tree import tensors_of
 from ..log import warn
-from ..memory.attributes import Attributes
 from ..patching.compiler import uncompiled
 from ..patching.modules import OwnForward, attach, replace
+from .document_attributes import DocumentAttributes, give_back
 from .recurrent_ops import BY_HOST, RunningLayers
 from .recurrent_rows import MASK, have_same_documents, refuse_cache, rows_in, rows_of_batch
 from .written_arguments import call_with
@@ -48,10 +48,6 @@ _MIXED = (
 _BY_CHANCE = (
     "an input of it has as many entries as a rank has tokens, and had another number in batches of other lengths, so "
     "it may be no tokens: pad rows to another length"
-)
-_KEEPS = (
-    "in packed rows it is called for each document, and the loss uses a tensor of the last one, in its attribute {}: "
-    "return it for each token instead, or do not pack"
 )
 _WRITES = (
     "in packed rows it is called for each document, and it keeps a tensor in a dict or a list that it gets: return it "
@@ -149,6 +145,7 @@ class OnWholeDocuments(OwnForward):
 
     @uncompiled(BY_HOST)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        give_back(self.module)
         rows = None if WITHIN.depth else self._rows(args, kwargs)
         if rows is None:
             return self.alone(*args, **kwargs)
@@ -163,8 +160,10 @@ class OnWholeDocuments(OwnForward):
         if not _RAN[self.module].knows(given, tokens, rows.layout.local_length):
             raise errors.UnsupportedModel(name, [_BY_CHANCE])
 
+        attributes = DocumentAttributes(self.module)
+
         def compute(whole: list[Tensor], of: Piece) -> Any:
-            by, attributes = dict(zip(tokens, whole, strict=True)), Attributes(self.module) if several else None
+            by = dict(zip(tokens, whole, strict=True))
             # A state is [layers, B, H], and it may have as many rows as there are tokens.
             states = {
                 id(x): x[:, of.rows].contiguous() for x in given if is_rnn and isinstance(x, Tensor) and x.dim() == 3
@@ -176,18 +175,18 @@ class OnWholeDocuments(OwnForward):
                     return theirs[id(x)]
                 return self.pairs_of(x, whole_length) if self.is_of_pairs(x, rows) else x
 
-            with WITHIN.one_more():
+            with WITHIN.one_more(), attributes.of_document() if several else nullcontext():
                 of_document = partial(self.on_document, of)
                 found, wrote = call_with(of_document, args, kwargs, change)
             if wrote and several:
                 raise errors.UnsupportedModel(name, [_WRITES])
-            for attribute in [] if attributes is None else attributes.new_tensors():
-                self._guard(attribute)
             return found
 
         if not tokens:
             return compute([], Piece(ALL, 0, rows.layout.length))
-        return _keep_rows(rows, compute_on_whole_documents(rows, [*tokens.values()], compute, name))
+        found = compute_on_whole_documents(rows, [*tokens.values()], compute, name)
+        attributes.end()
+        return _keep_rows(rows, found)
 
     def alone(self, *args: Any, **kwargs: Any) -> Any:
         """The layer outside of sharded batches, or inside another layer on whole rows."""
@@ -204,21 +203,6 @@ class OnWholeDocuments(OwnForward):
     def pairs_of(self, x: Tensor, tokens: int) -> Tensor:
         """What a document has in place of an input of pairs."""
         raise NotImplementedError
-
-    def _guard(self, attribute: str) -> None:
-        """Refuses a loss that uses a tensor in an attribute, since it is of the last document.
-
-        Only its readers get the gradient of a view of it.
-        """
-
-        def refuse(_gradient: Tensor) -> None:
-            raise errors.UnsupportedModel(type(self.module).__name__, [_KEEPS.format(attribute)])
-
-        for own in map(vars, self.module.modules()):
-            x = own.get(attribute)
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                own[attribute] = x.view_as(x)
-                own[attribute].register_hook(refuse)
 
     def _rows(self, args: Any, kwargs: Any) -> RowShare | None:
         """The rows of which this call has a share; None outside of sharded batches."""

@@ -65,10 +65,29 @@ class BothWays(Averaging):
         self.is_causal = False
 
 
+class Counting(Averaging):
+    """Keeps what it made for the latest call, and uses it by itself."""
+
+    count: Any = None
+
+    def result(self, out: Tensor, weights: Any, x: Tensor) -> Any:
+        if self.count is None or len(self.count) != x.shape[1]:
+            self.count = torch.arange(x.shape[1])
+        return out * (1 + self.count.to(out.dtype).sin()[:, None]), weights
+
+
+class Choosing(Averaging):
+    """Keeps which tokens it chose."""
+
+    def result(self, out: Tensor, weights: Any, x: Tensor) -> Any:
+        self.chosen = x.detach().mean(-1, keepdim=True) > 0
+        return out, weights
+
+
 class Around(nn.Module):
     """What a decoder layer has in place of an attention that takes, or returns, other things."""
 
-    def __init__(self, attention: nn.Module, shared: dict[str, Tensor], call: Callable[..., Tensor]) -> None:
+    def __init__(self, attention: nn.Module, shared: dict[str, Any], call: Callable[..., Tensor]) -> None:
         super().__init__()
         self.attention, self.shared, self.call = attention, shared, call
 
@@ -103,6 +122,23 @@ def sharing_beside_tokens(around: Any, x: Tensor, **kwargs: Any) -> Tensor:
     return sharing(around, x, **kwargs)
 
 
+def choosing(around: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """A later layer takes what the first one chose."""
+    first = around.shared.setdefault("first", around.attention)
+    around.attention.other = [] if first is around.attention else [first]
+    found: Tensor = around.attention(x, **kwargs)[0]
+    return found
+
+
+class Taking(Choosing):
+    other: Any = ()
+
+    def result(self, out: Tensor, weights: Any, x: Tensor) -> Any:
+        for first in self.other:
+            out = out * (1 + first.chosen.to(out.dtype))
+        return super().result(out, weights, x)
+
+
 def of_pairs(make: Callable[[Tensor], Tensor], around: Any, x: Tensor, **kwargs: Any) -> Tensor:
     at = torch.arange(x.shape[1])
     found: Tensor = around.attention(x, table=make(at[:, None] - at), **kwargs)[0]
@@ -115,8 +151,11 @@ EXACT: dict[str, Kind] = {
     "weights first": (WeightsFirst, second),
     "a gate beside tokens": (Gated, gated),
     "distances": (Averaging, partial(of_pairs, lambda x: x)),
+    "its own attribute": (Counting, plain),
 }
+CHOICE = "another's attribute"
 SHARING: dict[str, Kind] = {
+    CHOICE: (Taking, choosing),
     "keys in a dict": (Averaging, sharing),
     "keys in a dict with tokens": (Averaging, sharing_beside_tokens),
 }
@@ -132,7 +171,7 @@ def made(kind: str, attention: str | None) -> Any:
     model: Any = tiny("llama", attention)
     model.config.layer_types = [KIND] * model.config.num_hidden_layers
     module, call = {**EXACT, **SHARING, **REFUSED}[kind]
-    shared: dict[str, Tensor] = {}
+    shared: dict[str, Any] = {}
     for number, layer in enumerate(model.model.layers):
         layer.self_attn = Around(module(model.config, number), shared, call)
     model.model.register_forward_pre_hook(lambda *_: shared.clear())

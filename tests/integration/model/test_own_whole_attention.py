@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -37,9 +38,28 @@ def test_documents(ranks: Ranks, kind: str, batch: Batch) -> None:
 
 @pytest.mark.parametrize("kind", jobs.SHARING)
 def test_what_each_document_writes_for_itself_is_refused(ranks: Ranks, kind: str) -> None:
-    for raised in ranks(2).run(jobs.refused, kind, [documents(9, 14)]):
-        assert raised is not None, "not refused"
-        assert raised[0] == "UnsupportedModel" and "keeps a tensor in a dict" in raised[1]
+    """Documents of equal length took the last one's choice, silently."""
+    words = "in its attribute chosen" if kind == jobs.CHOICE else "keeps a tensor in a dict"
+    for batch in (documents(9, 14), EQUAL):
+        for raised in ranks(2).run(jobs.refused, kind, [batch]):
+            assert raised is not None, "not refused"
+            assert raised[0] == "UnsupportedModel" and words in raised[1]
+
+
+def after_packed_rows() -> bool:
+    """Whether a copy, and a call outside of the ring, have what the layer kept."""
+    model = jobs.made("its own attribute", "ring_fp32")
+    with (sharded := hf_ring_attn.shard(documents(9, 14), model=model)):
+        model(**sharded.inputs)
+    copied: Any = copy.deepcopy(model.model.layers[0].self_attn.attention)
+    ids = tokens(14)["input_ids"]
+    own = jobs.made("its own attribute", None)
+    alike = torch.allclose(model(input_ids=ids).logits, own(input_ids=ids).logits, atol=1e-6)
+    return alike and torch.equal(copied.count, torch.arange(14))
+
+
+def test_a_layer_has_what_it_kept(ranks: Ranks) -> None:
+    assert all(ranks(2).run(after_packed_rows))
 
 
 @pytest.mark.parametrize("self_check", [True, False], ids=["checked", "unchecked"])
