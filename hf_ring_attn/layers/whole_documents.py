@@ -110,7 +110,7 @@ _HOSTS_ASK = {
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "is_meta")),
     *(getattr(Tensor, name) for name in ("numel", "element_size", "is_inference")),
 }
-"""What FSDP2 reads of each output, and the self-check of each attribute."""
+"""Questions that FSDP2 has for each output, and the self-check for each attribute."""
 
 
 def _as_it_is(x: Any) -> Any:

@@ -121,10 +121,20 @@ def forward_of(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+def forwards_of(module: nn.Module) -> Iterator[Any]:
+    """The forwards of a module's class and of those it is made of, inside their wrappers: one may call the next."""
+    return (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
+def globals_in(forward: Any) -> frozenset[str]:
+    """The names that a function looks up in its file."""
+    code = getattr(forward, "__code__", None)
+    return frozenset() if code is None else _globals_in(code)
+
+
 def globals_used(module: nn.Module) -> frozenset[str]:
     """The names that a module's forward looks up in its file."""
-    code = getattr(forward_of(module), "__code__", None)
-    return frozenset() if code is None else _globals_in(code)
+    return globals_in(forward_of(module))
 
 
 @functools.cache

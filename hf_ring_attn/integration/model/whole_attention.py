@@ -28,7 +28,7 @@ from ...sharding.plan import Plan
 from ...sharding.visible import bounds, by_position, visible
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
-from ..context.introspect import class_of, file_of, globals_used, text_modules
+from ..context.introspect import class_of, file_of, forwards_of, globals_in, text_modules
 from ..context.model_record import latest_record
 from ..context.tensor_tree import tensors_of
 from ..gradients.attention_outputs import note_output
@@ -39,7 +39,7 @@ from . import indexers
 from .decoder import named_kinds
 from .recurrent_ops import BY_HOST
 from .refused_arguments import CAUSAL_OR_NOT, NO_DROPOUT, REFUSED_ARGUMENTS, is_causal_or_not
-from .whole_layers import SHARED, OnWholeDocuments, is_of_tokens, takes_mask
+from .whole_layers import SHARED, OnWholeDocuments, is_of_tokens
 from .written_arguments import call_with
 
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -90,7 +90,7 @@ def _find(model: nn.Module) -> list[WholeAttention]:
     for name, module in text_modules(model):
         if isinstance(module, PreTrainedModel):
             models.append((name, bool(module._supports_sdpa)))
-        if "ALL_ATTENTION_FUNCTIONS" not in globals_used(module) or not takes_mask(module):
+        if isinstance(module, PreTrainedModel) or not any(map(_attends, forwards_of(module))):
             continue
         kind = _kind_of(module)
         if (kind is None or kind in known) and not _adds_a_bias(module):
@@ -98,6 +98,13 @@ def _find(model: nn.Module) -> list[WholeAttention]:
         sdpa = next((x for outer, x in reversed(models) if not outer or name.startswith(f"{outer}.")), False)
         found.append(WholeAttention(weakref.ref(module), "sdpa" if sdpa else "eager", kind))
     return found
+
+
+def _attends(forward: Any) -> bool:
+    """Returns True for a forward that uses transformers' attention interface, and takes a mask."""
+    if "ALL_ATTENTION_FUNCTIONS" not in globals_in(forward):
+        return False
+    return any(name.endswith("mask") for name in inspect.signature(forward).parameters)
 
 
 def _kind_of(module: nn.Module) -> str | None:

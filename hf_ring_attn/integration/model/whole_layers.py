@@ -201,7 +201,7 @@ class OnWholeDocuments(OwnForward):
         return False
 
     def pairs_of(self, x: Tensor, tokens: int) -> Tensor:
-        """What a document has in place of an input of pairs."""
+        """Returns what a document has in place of an input of pairs."""
         raise NotImplementedError
 
     def _rows(self, args: Any, kwargs: Any) -> RowShare | None:

@@ -84,6 +84,13 @@ class Choosing(Averaging):
         return out, weights
 
 
+class Inheriting(Averaging):
+    """Leaves the attention to its parent."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(2 * hidden_states, *args, **kwargs)
+
+
 class Around(nn.Module):
     """What a decoder layer has in place of an attention that takes, or returns, other things."""
 
@@ -151,6 +158,7 @@ EXACT: dict[str, Kind] = {
     "weights first": (WeightsFirst, second),
     "a gate beside tokens": (Gated, gated),
     "distances": (Averaging, partial(of_pairs, lambda x: x)),
+    "a parent's forward": (Inheriting, plain),
     "its own attribute": (Counting, plain),
 }
 CHOICE = "another's attribute"
