@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ... import errors
 from ...layers.whole_documents import OfDocuments
 from ..memory.attributes import Attributes
+from ..patching.changes import at_uninstall
 
 _KEEPS = (
     "in packed rows it is called for each document, and the model or its loss uses a tensor of the last one, in its "
@@ -67,3 +68,10 @@ def give_back(module: nn.Module) -> None:
             for name in [name for name, x in own.items() if type(x) is OfDocuments and x.last is not None]:
                 own[name] = own[name].last
         _KEEPING.discard(module)
+
+
+@at_uninstall
+def give_back_all() -> None:
+    """Gives every layer what it kept."""
+    for module in list(_KEEPING):
+        give_back(module)

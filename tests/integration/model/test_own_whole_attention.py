@@ -10,6 +10,7 @@ import torch
 
 import hf_ring_attn
 import tests.helpers.jobs.own_attention_jobs as jobs
+from hf_ring_attn.integration.model.document_attributes import give_back_all
 from hf_ring_attn.integration.model.written_arguments import call_with
 from tests.helpers.jobs.comparison import Ranks
 from tests.helpers.jobs.plain_jobs import Batch, tokens
@@ -47,7 +48,7 @@ def test_what_each_document_writes_for_itself_is_refused(ranks: Ranks, kind: str
 
 
 def after_packed_rows() -> bool:
-    """Whether a copy, and a call outside of the ring, have what the layer kept."""
+    """Whether a copy, a call outside of the ring, and a model without the package have what the layer kept."""
     model = jobs.made("its own attribute", "ring_fp32")
     with (sharded := hf_ring_attn.shard(documents(9, 14), model=model)):
         model(**sharded.inputs)
@@ -55,7 +56,11 @@ def after_packed_rows() -> bool:
     ids = tokens(14)["input_ids"]
     own = jobs.made("its own attribute", None)
     alike = torch.allclose(model(input_ids=ids).logits, own(input_ids=ids).logits, atol=1e-6)
-    return alike and torch.equal(copied.count, torch.arange(14))
+    with (sharded := hf_ring_attn.shard(documents(9, 14), model=model)):
+        model(**sharded.inputs)
+    give_back_all()
+    kept = model.model.layers[0].self_attn.attention.count
+    return alike and torch.equal(copied.count, torch.arange(14)) and torch.equal(kept, torch.arange(14))
 
 
 def test_a_layer_has_what_it_kept(ranks: Ranks) -> None:
