@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+from trl.trainer import dpo_trainer
 
 from tests.helpers.jobs import (
     distillation_jobs,
@@ -33,6 +34,13 @@ class WithoutFloat32(TorchFunctionMode):
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function = torch.Tensor.double if function is torch.Tensor.float else function
         return function(*map(_wide, args), **{name: _wide(x) for name, x in (kwargs or {}).items()})
+
+
+class _TorchOfDPO:
+    """The module torch for TRL's DPO, whose table of dtypes for the alpha-divergence has no float64."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _wide(getattr(torch, name))
 
 
 def _wide(x: Any) -> Any:
@@ -59,7 +67,7 @@ def in_float64(jobs: ModuleType, *makers: str) -> Iterator[None]:
 
 
 def preferences_trained(case: preference_jobs.Case, mesh: Mesh, kind: Any = None) -> Outcome:
-    with in_float64(preference_jobs, "policy", "teacher"):
+    with in_float64(preference_jobs, "policy", "teacher"), mock.patch.object(dpo_trainer, "torch", _TorchOfDPO()):
         return preference_jobs.trained(case, mesh, kind=kind)
 
 
