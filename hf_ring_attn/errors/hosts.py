@@ -181,6 +181,15 @@ class TiedByFsdp(Refused):
         )
 
 
+class SharedMemoryLost(Refused):
+    def __init__(self, model: str, names: list[str]) -> None:
+        super().__init__(
+            f"these weights of {model} share memory, so that one process changes them together: {' and '.join(names)}. "
+            "FSDP2 would separate them. Use DDP, or do not ask for it (PEFT's ensure_weight_tying=False), or make "
+            "them one parameter."
+        )
+
+
 class OtherCheckpoint(Refused):
     """``by_fsdp``: FSDP saved the checkpoint, and the run has none; else it is the other way round."""
 

@@ -27,7 +27,7 @@ from ..log import warn
 from ..model import liger, quantized
 from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
-from . import parallelism_config, schedulers, streams
+from . import parallelism_config, schedulers, shared_memory, streams
 from .buffers import prepared, sharded_buffers
 from .gather_for_metrics import gather_once_per_ring
 from .parallelism_config import constructing_for, is_undecided
@@ -151,7 +151,7 @@ def _prepared(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     fsdp.keep_float32(self)
     given = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
     ties = [fsdp.ties(model) for model in given]
-    with fsdp.wrapping_layers_it_has(given):
+    with fsdp.wrapping_layers_it_has(given), shared_memory.keeping(given, self.device, self.is_fsdp2):
         result = original(self, *args, **kwargs)
     several = result if isinstance(result, (tuple, list)) else (result,)  # FSDP2's way returns a list
     modules = [obj for obj in several if isinstance(obj, nn.Module)]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from .. import log
 from ..gradients import fsdp
 from ..patching.changes import Original, Patch, around, install, target_of
@@ -15,6 +18,7 @@ from . import (
     prediction,
     preference_trainers,
     sft_trainer,
+    shared_memory,
     trainer,
     trainer_facts,
 )
@@ -58,4 +62,13 @@ def _create_accelerator(original: Original, self: Any) -> None:
                 STARTS[name](self)
 
 
-PATCHES = (Patch(f"{trainer.TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),)
+@trainer_facts.in_rings
+def _move_model_to_device(original: Original, self: Any, model: nn.Module, device: torch.device) -> None:
+    with shared_memory.keeping([model], device):
+        original(self, model, device)
+
+
+PATCHES = (
+    Patch(f"{trainer.TRAINER}.create_accelerator_and_postprocess", "(self)", _create_accelerator),
+    Patch(f"{trainer.TRAINER}._move_model_to_device", "(self, model, device)", _move_model_to_device),
+)
