@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -275,8 +275,14 @@ class BatchContext:
         return self._of_local_shape.shape
 
     def learn(self, **facts: Any) -> None:
-        """Adds facts that are known only after the model was called, as in a batch with images."""
-        self.facts = replace(self.facts, **facts)
+        """Adds facts that are known only after the model was called, as in a batch with images.
+
+        A text model may be called again with other documents or padding: masks and rows are then made again.
+        """
+        known = self.facts
+        self.facts = replace(known, **facts)
+        if not all(_are_equal(getattr(known, one.name), getattr(self.facts, one.name)) for one in fields(MaskFacts)):
+            self._specs, self._rows = {}, None
 
     def state(self, kind: type[S]) -> S:
         """A feature's own state of this batch: an instance of its class, made at first use."""
@@ -303,11 +309,11 @@ class BatchContext:
     def row_share(self) -> RowShare | None:
         """For layers beside attention that look along the row; None where this process computes whole documents.
 
-        The same object until the documents are known: it stands for the batch in a recompute (`whole_layers`).
+        The same object until documents change: it stands for the batch in a recompute (`whole_layers`).
         """
         if self.before_text or (self.ring.size == 1 and self.facts.documents is None):
             return None
-        if self._rows is None or self._rows.documents is not self.facts.documents:
+        if self._rows is None:
             self._rows = RowShare(self.ring, self.layout, self.facts.documents, self.facts.rows)
         return self._rows
 
@@ -318,6 +324,10 @@ class BatchContext:
 
     def admit(self) -> None:
         """Called for every mask made in this context; a placeholder context refuses."""
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def is_active(context: BatchContext) -> bool:
