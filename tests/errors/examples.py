@@ -128,6 +128,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "UnclearCount": [{"got": 1000, "why": "it is neither"}],
     "UnclearScheduler": [{"why": "100 was computed from it, and 7 was not"}],
     "TiedByFsdp": [{"names": ["model.embed_tokens.weight", "lm_head.weight"]}],
+    "UnevenBatches": [{"fewest": 2, "most": 3}],
     "SharedMemoryLost": [{"names": ["embed_tokens.lora_embedding_A.default", "lm_head.lora_B.default.weight"]}],
     "OtherAttention": [{"name": "flash_attention_2"}],
     "NoSuchProgram": [{"why": "there is no such file (looked in /workspace)"}],

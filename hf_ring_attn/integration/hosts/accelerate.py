@@ -27,7 +27,7 @@ from ..log import warn
 from ..model import liger, quantized
 from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
-from . import parallelism_config, schedulers, shared_memory, streams
+from . import parallelism_config, schedulers, shared_memory, streams, uneven_batches
 from .buffers import prepared, sharded_buffers
 from .gather_for_metrics import gather_once_per_ring
 from .parallelism_config import constructing_for, is_undecided
@@ -189,7 +189,11 @@ def _prepare_data_loader(original: Original, self: Any, *args: Any, **kwargs: An
 
 
 def _as_of_several(loader: Any, options: Any) -> Any:
-    """Gives the batches of one ring the option that `join_uneven_inputs` sets for those of several processes."""
+    """Gives the batches of one ring the option that `join_uneven_inputs` sets for those of several processes.
+
+    Warns of a loader of which several rings get unequal numbers.
+    """
+    uneven_batches.warn_of(loader)
     batches = getattr(loader, "batch_sampler", None)
     if batches is not None and not hasattr(batches, "even_batches"):
         batches.even_batches = options.even_batches

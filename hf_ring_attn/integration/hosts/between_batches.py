@@ -15,6 +15,7 @@ from typing import Any
 from ..context import ring_random
 from ..context.mesh import ring_of_process
 from ..patching.changes import Original, Patch
+from . import uneven_batches
 from .program_methods import HOSTS, is_own
 from .trainer_facts import in_rings
 
@@ -29,6 +30,7 @@ def average_each_batch(trainer: Any) -> None:
 
 @in_rings
 def _get_batch_samples(original: Original, self: Any, *given: Any, **named: Any) -> Any:
+    uneven_batches.refuse_training(self)
     kinds = map(type, (self, *self.callback_handler.callbacks))
     if not all(kind.__module__.startswith(HOSTS) for kind in kinds):  # it runs code of the program between batches
         ring_random.follow_first_rank(ring_of_process())

@@ -21,7 +21,7 @@ from ..context.trial_step import TrialStep
 from ..gradients.mean_loss import mean_loss
 from ..losses.head import ChunkedLoss
 from ..patching.changes import Original, Patch, around
-from . import own_methods
+from . import own_methods, uneven_batches
 from .rings_as_processes import RingsAsProcesses
 from .trainer import TRAINER, count_over_all, shard_inputs
 from .trainer_facts import group_of, has_ring, shards_batches
@@ -69,6 +69,8 @@ def predict_batch(trainer: Any, *given: Any) -> Any:
 @around
 def _evaluation_loop(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     with ExitStack() as stack:
+        if has_ring(self):
+            stack.enter_context(uneven_batches.evened(args[0] if args else kwargs.get("dataloader")))
         stack.enter_context(own_methods.as_ranks(self))
         # Seq2SeqTrainer gathers without dropping samples: each rank of a ring would give its rows again.
         if has_ring(self) and self.gather_function == self.accelerator.gather:

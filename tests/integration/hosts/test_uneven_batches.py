@@ -1,0 +1,76 @@
+"""`even_batches=False` in several rings, of which one gets more batches or rows than another.
+
+In training rings waited for one without a batch, or had other numbers of steps. An evaluation waited, too, or gathered
+losses of unequal sizes: 4.92 where accelerate's default gives 4.46, without a ring too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from hf_ring_attn.integration.hosts.uneven_batches import unequal_counts
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs
+from tests.helpers.jobs.runs import Mesh, Rows, Run
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, train, trainer_of
+
+RINGS = Mesh(dp=2, cp=2)
+UNEVEN: dict[str, Any] = {"accelerator_config": {"even_batches": False}}
+
+
+def trained_rows(count: int, arguments: dict[str, Any]) -> tuple[str, int]:
+    """The refusal, and the steps until then, of a Trainer with two rows a batch."""
+    run = Run(why="", rows=Rows(count=count), arguments={"eval_strategy": "no", **UNEVEN, **arguments})
+    with launched(RINGS), a_folder(None) as folder:
+        return refusal_of(trainer_of(run, RINGS, folder))
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_steps": 2}, {"max_steps": -1}, {"gradient_accumulation_steps": 2, "max_steps": 1}], ids=str
+)
+def test_training_is_refused_on_every_rank_before_the_first_step(ranks: Ranks, options: dict[str, Any]) -> None:
+    for said, steps in ranks(4).run(trained_rows, 5, options):
+        assert said.startswith("UnevenBatches: with even_batches=False some rings get more batches (2) than others (1)")
+        assert steps == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "options"), [(5, {"max_steps": 1}), (7, {"max_steps": 3}), (5, {"dataloader_drop_last": True})], ids=str
+)
+def test_training_that_no_ring_lacks_a_batch_for_is_not_refused(
+    ranks: Ranks, count: int, options: dict[str, Any]
+) -> None:
+    for said, steps in ranks(4).run(trained_rows, count, options):
+        assert said == ""
+        assert steps == options.get("max_steps", 4)
+
+
+@pytest.mark.parametrize("count", [5, 7])
+def test_an_evaluation_is_that_of_even_batches(ranks: Ranks, count: int) -> None:
+    rows = Rows(count=count, labelled="answers", length=23, seed=2)
+    run = Run(why="", steps=0, evaluated=rows, metrics="logits", predicts="labelled")
+    want = ranks(2).run(train, run, RINGS.alone)[0]
+    for got in ranks(4).run(train, replace(run, arguments=UNEVEN), RINGS):
+        assert_equal_runs(got, want)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("drop_last", [False, True], ids=["", "drop_last"])
+@pytest.mark.parametrize("rings", [1, 2, 3])
+def test_counts_are_those_of_the_batches(split: bool, drop_last: bool, rings: int) -> None:
+    for rows in range(1, 40):
+        given = BatchSampler(SequentialSampler(range(rows)), 6, drop_last)
+        shards = [BatchSamplerShard(given, rings, index, split, even_batches=False) for index in range(rings)]
+        counts = [len(list(shard)) for shard in shards]
+        wanted = None if min(counts) == max(counts) else (min(counts), max(counts))
+        loaders = [DataLoader(range(rows), batch_sampler=SkipBatchSampler(shard)) for shard in shards]  # type: ignore[arg-type, var-annotated]
+        assert [unequal_counts(loader) for loader in loaders] == [wanted] * rings
+
+
+def test_a_loader_without_accelerates_sampler_is_left_alone() -> None:
+    assert unequal_counts(DataLoader(range(5), batch_size=2)) is None  # type: ignore[arg-type]
+    assert unequal_counts(None) is None
