@@ -185,8 +185,8 @@ class UnevenBatches(Refused):
     def __init__(self, fewest: int, most: int) -> None:
         super().__init__(
             f"with even_batches=False some rings get more batches ({most}) than others ({fewest}). Rings average "
-            "gradients together, so they would wait for those without a batch. Use even_batches=True, which is "
-            "accelerate's default, or dataloader_drop_last=True, or a max_steps that ends before."
+            "gradients and gather metrics together, so they would wait for those without a batch. Use even_batches="
+            "True, which is accelerate's default, or dataloader_drop_last=True, or a max_steps that ends before."
         )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import errors
 from ...comm.fingerprint import fingerprint
 from ...comm.ring import Ring
+from . import uneven_batches
 
 _SAME_VALUES = (
     "A gathered value is taken once per ring, so make it the same on all its ranks first: in a Trainer by "
@@ -55,16 +56,26 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
     # accelerate drops no samples in one process if a tensor has none: router logits stay whole beside an aux_loss.
     keeps = ring.size == accelerator.num_processes and any(tensor.dim() == 0 for tensor in tensors)
 
+    state = accelerator.gradient_state
+    unequal = state.end_of_dataloader and uneven_batches.ends_unequally(state.active_dataloader)
+
     def once(tensor: Tensor) -> Tensor:
         rows = tensor if tensor.dim() else tensor[None]
-        share = max(1, -(-rows.numel() // ring.size))
+        sizes = _sizes(accelerator, rows, ring.size) if unequal else [rows.numel()]
+        share = max(1, -(-max(sizes) // ring.size))
         flat = torch.nn.functional.pad(rows.reshape(-1), (0, share * ring.size - rows.numel()))
-        everyone = accelerator.gather(flat[ring.rank * share : (ring.rank + 1) * share])
-        whole = everyone.view(-1, ring.size * share)[:, : rows.numel()]
-        entries: Tensor = whole.reshape(-1, *rows.shape[1:])
+        everyone = accelerator.gather(flat[ring.rank * share : (ring.rank + 1) * share]).view(-1, ring.size * share)
+        of_rings = zip(everyone, sizes * (1 if unequal else len(everyone)), strict=True)
+        entries = torch.cat([each[:size] for each, size in of_rings]).reshape(-1, *rows.shape[1:])
         return entries if keeps else _cut(accelerator, entries)
 
     return recursively_apply(once, data)
+
+
+def _sizes(accelerator: Any, rows: Tensor, ring_size: int) -> list[int]:
+    """The number of elements that each ring has."""
+    sizes: list[int] = accelerator.gather(torch.tensor([rows.numel()], device=rows.device)).tolist()
+    return sizes[::ring_size]
 
 
 def gather_sums_per_ring(accelerator: Any, tensor: Tensor) -> Tensor:

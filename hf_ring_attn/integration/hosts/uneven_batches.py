@@ -67,6 +67,18 @@ def evened(loader: Any) -> Iterator[None]:
         yield
 
 
+def ends_unequally(loader: Any) -> bool:
+    """Returns True if rings may have unequal numbers of rows in the last batch of a loader.
+
+    Raises:
+        UnevenBatches: some have a batch more.
+    """
+    if (counts := unequal_counts(loader)) is not None:
+        raise errors.UnevenBatches(*counts)
+    shard = _shard_of(loader)
+    return shard is not None and shard.num_processes > 1 and not (shard.even_batches or shard.drop_last)
+
+
 def warn_of(loader: Any) -> None:
     """Warns of a loader of a program's own loop, which may stop in time, or evaluate each ring alone."""
     if (counts := unequal_counts(loader)) is not None:

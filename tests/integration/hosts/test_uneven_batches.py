@@ -10,10 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from hf_ring_attn.integration.hosts.uneven_batches import unequal_counts
+from hf_ring_attn import errors
+from hf_ring_attn.integration.hosts.uneven_batches import ends_unequally, unequal_counts
+from tests.helpers.jobs.accelerate_batches import model
 from tests.helpers.jobs.comparison import Ranks, assert_equal_runs
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, train, trainer_of
@@ -56,6 +60,30 @@ def test_an_evaluation_is_that_of_even_batches(ranks: Ranks, count: int) -> None
     want = ranks(2).run(train, run, RINGS.alone)[0]
     for got in ranks(4).run(train, replace(run, arguments=UNEVEN), RINGS):
         assert_equal_runs(got, want)
+
+
+def gathered(count: int, split: bool) -> list[list[list[int]]]:
+    """What a loop gathers of its batches: two rows a ring."""
+    with launched(RINGS):
+        options = DataLoaderConfiguration(even_batches=False, split_batches=split)
+        accelerator = Accelerator(cpu=True, dataloader_config=options)
+        loader = DataLoader(torch.arange(2 * count).view(count, 2), batch_size=4 if split else 2)  # type: ignore[arg-type, var-annotated]
+        _, prepared = accelerator.prepare(model(), loader)
+        return [accelerator.gather_for_metrics({"rows": rows})["rows"].tolist() for rows in prepared]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+def test_a_loop_gathers_unequal_rows(ranks: Ranks, split: bool) -> None:
+    """Silently other rows, as without rings."""
+    for got in ranks(4).run(gathered, 7, split):
+        assert [row for rows in got for row in rows] == torch.arange(14).view(7, 2).tolist()
+
+
+def test_a_loop_that_gathers_at_the_end_of_a_rings_batches_is_refused() -> None:
+    given = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
+    loader = DataLoader(range(5), batch_sampler=BatchSamplerShard(given, 2, 1, even_batches=False))  # type: ignore[arg-type, var-annotated]
+    with pytest.raises(errors.UnevenBatches):
+        ends_unequally(loader)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
