@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import errors
-from ..context.introspect import is_dtensor, name_of
+from ..context.introspect import name_of
 
 Weights = dict[str, nn.Parameter]
 """Several weights by their names."""
@@ -54,13 +54,21 @@ def sharing(model: nn.Module, kind: str) -> Iterator[Weights]:
     """The weights of a model that share elements of memory on a kind of device, if one of them trains."""
     by_storage: dict[int, Weights] = {}
     for name, x in model.named_parameters():  # the same parameter only once: all hosts keep these
-        if x.device.type == kind and not is_dtensor(x) and x.numel():
-            by_storage.setdefault(x.untyped_storage().data_ptr(), {})[name] = x
+        if x.device.type == kind and x.numel() and (address := _storage_of(x)):
+            by_storage.setdefault(address, {})[name] = x
     for weights in by_storage.values():
         if len(weights) > 1 and any(x.requires_grad for x in weights.values()):
             found = {name for pair in _overlapping(weights) for name in pair}
             if found:
                 yield {name: x for name, x in weights.items() if name in found}
+
+
+def _storage_of(x: Tensor) -> int:
+    """The address of a tensor's storage; 0 if it holds other tensors in place of one, as a DTensor does."""
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def _overlapping(weights: Weights) -> Iterator[tuple[str, str]]:

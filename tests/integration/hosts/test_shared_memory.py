@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_ring_attn
 from hf_ring_attn import errors
@@ -136,6 +137,14 @@ def test_what_one_process_copies_too_is_copied() -> None:
         model.to("cpu:0")
     assert not [*shared_memory.sharing(model, "cpu")]
     assert not [*shared_memory.sharing(views(*SHARED["a part"], trains=False), "cpu")]
+
+
+def test_tensors_that_hold_others_have_no_memory_to_share() -> None:
+    """Quantized weights, for example: torch refuses to give the address of their storage."""
+    model = nn.Module()
+    for name in ("a", "b"):
+        model.register_parameter(name, nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3))))
+    assert not [*shared_memory.sharing(model, "cpu")]
 
 
 def test_a_weight_replaced_by_another_is_refused() -> None:
