@@ -220,6 +220,7 @@ NATIVE, LINEAR = "2026-11-27-default-allocator", "2026-11-27-linear-attention"
 EXPERTS, ROWS, DPO = "2026-11-28-experts", "2026-11-28-any-loss", "2026-11-29-dpo-one-gpu"
 TWO_8K, KEPT = "2026-11-29-two-gpus-8k", "2026-11-29-kept-layers"
 BLOCKS, LONGEST_70B = "2026-11-27-ampere-blocks", "2026-11-30-longest-70b"
+ONE_GPU = "2026-11-30-recipes-one-gpu"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "", AGAIN, "ring_8K", "own_8K"),
@@ -371,6 +372,8 @@ VALUES: dict[str, Callable[[], str]] = {
     "h100_qlora70_gib": lambda: gib(H100_FLASH4, "qlora70_128K"),
     "qlora70_gib": lambda: gib(LONGEST_70B, "qlora70_270K_window"),
     "qlora70_seconds": lambda: f"{by_layers(LONGEST_70B, 'qlora70_270K', 80):.0f}",
+    "tower": lambda: _tower("vlm"),
+    "tower_backward": lambda: _tower("vlm_tower_backward"),
     "qlora32_gib": lambda: gib(LONGEST_70B, "qlora_32b"),
     "qlora32_seconds": lambda: seconds(LONGEST_70B, "qlora_32b"),
     "host_checkpoints": lambda: f"{offload_costs():.1f} %",
@@ -509,3 +512,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps.compiled": compiled_table,
     "steps.experts": experts_table,
 }
+
+
+def _tower(run: str) -> str:
+    return f"{step(ONE_GPU, run)['seconds_per_step']:.1f} s and {gib(ONE_GPU, run)} GiB"

@@ -18,6 +18,7 @@ from .numbers import (
     LONGEST,
     LONGEST_70B,
     LOSS,
+    ONE_GPU,
     WHOLE,
     WHOLE_FULL,
     commit,
@@ -44,6 +45,7 @@ class Measured(NamedTuple):
 
 
 LLAMA, SMALL_QWEN, QWEN, LARGE = "Llama 3.1 8B", "Qwen3 8B", "Qwen3 32B", "Llama 3.1 70B"
+GEMMA = "Gemma 3 4B"
 RUNS = {
     "lora-128k": [
         Measured("131,072", "2 x H200", LLAMA, "this recipe by its run.sh", OWN_RUNS, "lora_128k"),
@@ -53,6 +55,12 @@ RUNS = {
     ],
     "packed-chat": [
         Measured("32,768", "2 x H200", SMALL_QWEN, "this recipe by its run.sh, short conversations", OWN_RUNS, "packed_chat"),
+    ],
+    "vlm": [
+        Measured("32,768", "1 x H200", GEMMA, "this recipe by its run.sh, no ring", ONE_GPU, "vlm"),
+    ],
+    "extend-context": [
+        Measured("131,072", "1 x H200", SMALL_QWEN, "this recipe by its run.sh with `ring.offload_above=0`, `optim=adamw_torch_8bit`, no ring", ONE_GPU, "extend_context"),
     ],
     "lora-1m": [
         Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
@@ -96,9 +104,9 @@ TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
     "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "full-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
-    "extend-context": f"{MISSING} of Qwen3-8B. {TOY_ONLY} A small model was trained on one GPU: its losses are below.",
+    "extend-context": f"{MISSING} of several GPUs. A small model was trained on one GPU: its losses are below.",
     "qlora-70b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
-    "vlm": f"{MISSING}. {TOY_ONLY} No step with pictures was measured on GPUs.",
+    "vlm": f"{MISSING} of several GPUs with real links: two ranks ran on one GPU, with the losses of one.",
     "multi-node": f"{MISSING}. {TOY_ONLY} No step on several machines was measured.",
 }
 """What was not measured, before the table of what was."""
