@@ -29,7 +29,15 @@ from ..gradients import replicas
 from ..gradients.attention_outputs import note_output
 from ..log import say
 from ..model import temperature
-from ..model.refused_arguments import CAUSAL_OR_NOT, NO_DROPOUT, NO_RING, REFUSED_ARGUMENTS, is_causal_or_not
+from ..model.refused_arguments import (
+    CAUSAL_OR_NOT,
+    NO_DROPOUT,
+    NO_RING,
+    OF_SCORES,
+    REFUSED_ARGUMENTS,
+    WITHOUT_BATCH,
+    is_causal_or_not,
+)
 from ..patching.compiler import uncompiled
 
 
@@ -74,6 +82,9 @@ def ring_attention_forward(
     _refuse_arguments(module, spec, dropout, softcap, kwargs)
     whole = spec.layout.world_size > 1 and query.shape[2] != spec.places.shape[0]
     if whole or key.shape[2] != query.shape[2]:
+        if not spec.in_batch:  # the layer adds keys of its own, as compressed ones
+            facts = f"{key.shape[2]} keys for {query.shape[2]} tokens"
+            _refuse(errors.UnsupportedArgument, type(module).__name__, facts, WITHOUT_BATCH)
         _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
 
     dtype = query.dtype
@@ -114,7 +125,8 @@ def _refuse_arguments(
         _refuse(errors.UnsupportedArgument, where, f"softcap={softcap}", _NO_CAP)
     for name, why in REFUSED_ARGUMENTS.items():
         if others.get(name) is not None and others[name] is not False:
-            _refuse(errors.UnsupportedArgument, where, name, why)
+            alone = name in OF_SCORES and not spec.in_batch
+            _refuse(errors.UnsupportedArgument, where, name, WITHOUT_BATCH if alone else why)
     if is_causal_or_not(module, spec.seen, others.get("is_causal")):
         _refuse(errors.UnsupportedArgument, where, "is_causal=False", CAUSAL_OR_NOT)
 

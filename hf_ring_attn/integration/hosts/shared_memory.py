@@ -90,8 +90,10 @@ def _end(x: Tensor) -> int:
 
 
 def _have_common(a: Tensor, b: Tensor) -> bool:
-    """Returns True if two tensors, of which ``a`` starts first, share an element: columns of a matrix do not."""
+    """Returns True if two tensors, of which ``b`` starts in the range of ``a``, share an element: columns do not."""
     start = a.storage_offset()
+    if a.is_contiguous():  # then it has no gaps; the mask below has a byte for each element
+        return True
     seen = torch.zeros(max(_end(a), _end(b)) - start, dtype=torch.bool)
     seen.as_strided(a.shape, a.stride()).fill_(True)
     return bool(seen.as_strided(b.shape, b.stride(), b.storage_offset() - start).any())

@@ -6,6 +6,7 @@ before the first step, without a message.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -52,8 +53,19 @@ def refuse_training(trainer: Any) -> None:
         UnevenBatches: on every rank.
     """
     counts, args = unequal_counts(trainer.callback_handler.train_dataloader), trainer.args
-    if counts is not None and not 0 < args.max_steps * args.gradient_accumulation_steps <= counts[0]:
+    if counts is None:
+        return
+    fewest, most = (_steps(args, count) for count in counts)  # Trainer counts epochs in a process's own batches
+    if fewest != most or most * args.gradient_accumulation_steps > counts[0]:
         raise errors.UnevenBatches(*counts)
+
+
+def _steps(args: Any, batches: int) -> int:
+    """The steps of a Trainer whose process gets so many batches an epoch."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    steps: int = math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
+    return steps
 
 
 @contextmanager

@@ -18,6 +18,12 @@ REFUSED_ARGUMENTS = {
     "output_attentions": "attention weights never exist in a ring, so a model cannot return them. Leave it out of the "
     "call, and set output_attentions=False in the model's config",
 }
+OF_SCORES = {"position_bias", "attn_bias", "block_indices"}
+"""Those that change scores. A text model's attention with one runs on whole rows (`whole_attention`)."""
+WITHOUT_BATCH = (
+    "with no sharded batch ring_fp32 computes plain attention, which differs. Use the model's own there: "
+    "model.set_attn_implementation('sdpa'), or 'eager' if it has no sdpa, and 'ring_fp32' again to train"
+)
 CAUSAL_OR_NOT = (
     "its mask is causal, but transformers' sdpa drops a causal mask, and then attends both ways: which of the two is "
     "meant is not known. Set use_bidirectional_attention=False in the model's config, or give it what its mask is made "

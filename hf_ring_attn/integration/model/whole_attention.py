@@ -38,7 +38,7 @@ from ..patching.modules import replace
 from . import indexers
 from .decoder import named_kinds
 from .recurrent_ops import BY_HOST
-from .refused_arguments import CAUSAL_OR_NOT, NO_DROPOUT, REFUSED_ARGUMENTS, is_causal_or_not
+from .refused_arguments import CAUSAL_OR_NOT, NO_DROPOUT, OF_SCORES, REFUSED_ARGUMENTS, is_causal_or_not
 from .whole_layers import SHARED, OnWholeDocuments, is_of_tokens
 from .written_arguments import call_with
 
@@ -118,7 +118,7 @@ def _adds_a_bias(module: nn.Module) -> bool:
     """Returns True if its own eager attention takes an argument of scores that a ring's does not."""
     eager = getattr(sys.modules.get(file_of(module)), "eager_attention_forward", None)
     takes = set() if eager is None else set(inspect.signature(eager).parameters)
-    return not takes.isdisjoint({"position_bias", "attn_bias", "block_indices"} & REFUSED_ARGUMENTS.keys())
+    return not takes.isdisjoint(OF_SCORES)
 
 
 # ---- what they compute -----------------------------------------------------------------------------------------------

@@ -40,6 +40,12 @@ def causal() -> MaskSpec:
     return spec
 
 
+def in_a_batch() -> MaskSpec:
+    spec = causal()
+    spec.in_batch = True
+    return spec
+
+
 class Layer(nn.Module):
     """What transformers' own attention functions read of the module that calls them."""
 
@@ -208,8 +214,16 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_arguments_that_it_cannot_honour(why: str) -> None:
     given, text = ARGUMENTS[why]
     with pytest.raises(errors.UnsupportedArgument) as refusal:
-        ring_attention_forward(Layer(), *qkv(), causal(), **given)
+        ring_attention_forward(Layer(), *qkv(), in_a_batch(), **given)
     assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "attn_bias", "block_indices"])
+def test_other_scores_with_no_sharded_batch(name: str) -> None:
+    """They were told to train without a ring, which may train them."""
+    given: dict[str, Any] = {name: torch.zeros(1)}
+    with pytest.raises(errors.UnsupportedArgument, match=f"{name}: with no sharded batch .* plain attention"):
+        ring_attention_forward(Layer(), *qkv(), causal(), **given)
 
 
 def test_a_choice_is_of_the_calls_queries() -> None:
@@ -241,6 +255,12 @@ def test_a_layer_hands_its_score_mod_on() -> None:
 
 def test_keys_of_another_length() -> None:
     with pytest.raises(errors.UnshardedInput, match="its rank's 10 of 10 tokens, got 10 queries and 13 keys"):
+        ring_attention_forward(Layer(), *qkv(keys=13), in_a_batch())
+
+
+def test_keys_of_its_own_with_no_sharded_batch() -> None:
+    """A fresh DeepSeek V4 was refused with words about an active ring."""
+    with pytest.raises(errors.UnsupportedArgument, match="13 keys for 10 tokens: with no sharded batch"):
         ring_attention_forward(Layer(), *qkv(keys=13), causal())
 
 

@@ -43,14 +43,19 @@ def test_training_is_refused_on_every_rank_before_the_first_step(ranks: Ranks, o
 
 
 @pytest.mark.parametrize(
-    ("count", "options"), [(5, {"max_steps": 1}), (7, {"max_steps": 3}), (5, {"dataloader_drop_last": True})], ids=str
-)
+    ("count", "options", "wanted"),
+    [
+        (5, {"max_steps": 1}, 1), (7, {"max_steps": 3}, 3), (5, {"dataloader_drop_last": True}, 4),
+        (5, {"max_steps": -1, "num_train_epochs": 0.5}, 1),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_training_that_no_ring_lacks_a_batch_for_is_not_refused(
-    ranks: Ranks, count: int, options: dict[str, Any]
+    ranks: Ranks, count: int, options: dict[str, Any], wanted: int
 ) -> None:
     for said, steps in ranks(4).run(trained_rows, count, options):
         assert said == ""
-        assert steps == options.get("max_steps", 4)
+        assert steps == wanted
 
 
 @pytest.mark.parametrize("count", [5, 7])
