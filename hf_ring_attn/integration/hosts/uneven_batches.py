@@ -100,5 +100,5 @@ def warn_of(loader: Any) -> None:
 _WAITS = (
     "with even_batches=False some rings get more batches of a loader ({1}) than others ({0}). A ring that trains on "
     "one which others lack, or gathers, waits for them until a timeout. Use even_batches=True, which is accelerate's "
-    "default, or drop_last=True, or stop before."
+    "default, or drop_last=True, or stop before. An evaluation by Trainer fills its last batches up."
 )

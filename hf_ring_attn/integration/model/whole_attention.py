@@ -167,6 +167,7 @@ class _OnWholeRows(OnWholeDocuments):
     def _refuse(self, given: Mapping[str, Any], spec: MaskSpec | None) -> None:
         where, config = class_of(self.module), self.module.__dict__.get("config")
         dropout = getattr(self.module, "attention_dropout", getattr(config, "attention_dropout", 0.0))
+        dropout = getattr(dropout, "p", dropout)  # of a module
         if self.module.training and dropout:
             raise errors.UnsupportedArgument(where, f"dropout={dropout}", NO_DROPOUT)
         if given.get("output_attentions"):

@@ -61,6 +61,8 @@ class _Held:
 
 def _changed(x: Any, change: Callable[[Any], Any], held: list[_Held]) -> Any:
     if isinstance(x, dict | list):
+        if (same := next((one for one in held if one.own is x), None)) is not None:
+            return same.given
         own = _entries(x)
         made = {key: _changed(one, change, held) for key, one in own.items()}
         given = x if all(made[key] is one for key, one in own.items()) else copy.copy(x)

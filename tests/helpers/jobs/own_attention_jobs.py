@@ -59,6 +59,14 @@ class Gated(Averaging):
         return out, self.gate(x).sigmoid()
 
 
+class WithModule(Averaging):
+    """Has a module of dropout, which drops nothing. It was refused, since a module is never false."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.attention_dropout: Any = nn.Dropout(0.0)
+
+
 class BothWays(Averaging):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -160,6 +168,7 @@ EXACT: dict[str, Kind] = {
     "distances": (Averaging, partial(of_pairs, lambda x: x)),
     "a parent's forward": (Inheriting, plain),
     "its own attribute": (Counting, plain),
+    "a module of dropout": (WithModule, plain),
 }
 CHOICE = "another's attribute"
 SHARING: dict[str, Kind] = {

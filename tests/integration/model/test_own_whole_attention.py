@@ -112,3 +112,15 @@ def test_a_layer_writes_into_the_programs_own_containers() -> None:
     assert own.keys() == {"kept", "new"} and own["new"] is x
     assert beside[0] is x and beside[1] is x and float(beside[2]) == 2
     assert call_with(lambda one: one.setdefault("n", 1), [own], {}, lambda one: one) == (1, False)
+
+
+def test_a_container_that_a_layer_gets_twice_is_one() -> None:
+    """It read nothing of what it had written by another name."""
+    own = {"x": torch.zeros(1)}
+
+    def layer(given: dict[str, Any], state: dict[str, Any]) -> Any:
+        given["new"] = 3
+        return state["cache"]["new"]
+
+    assert call_with(layer, [own], {"state": {"cache": own}}, lambda one: 1) == (3, False)
+    assert own["new"] == 3
