@@ -41,14 +41,7 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
     """
     ring, tensors = Ring.of(accelerator.torch_device_mesh["cp"].get_group()), _tensors(data)
     if use_gather_object or tensors is None:
-        everyone: list[Any] = gather_object([data])
-        rings = [everyone[first : first + ring.size] for first in range(0, len(everyone), ring.size)]
-        for values in rings:
-            if not all(_same(value, values[0]) for value in values):
-                raise errors.RanksDiffer("values", values, _SAME_VALUES)
-        if len(rings) == 1:  # accelerate returns the object of one process as it is
-            return _cut(accelerator, data)
-        return _cut(accelerator, [value for values in rings for value in values[0]])
+        return _cut(accelerator, _gather_objects(data, ring.size))
 
     facts = {f"value {index}": _checked(tensor) for index, tensor in enumerate(tensors)}
     ring.agree(facts, ring.small_device(accelerator.device), _SAME_VALUES, doing="gathered values for metrics")
@@ -65,11 +58,26 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
         share = max(1, -(-max(sizes) // ring.size))
         flat = torch.nn.functional.pad(rows.reshape(-1), (0, share * ring.size - rows.numel()))
         everyone = accelerator.gather(flat[ring.rank * share : (ring.rank + 1) * share]).view(-1, ring.size * share)
-        of_rings = zip(everyone, sizes * (1 if unequal else len(everyone)), strict=True)
-        entries = torch.cat([each[:size] for each, size in of_rings]).reshape(-1, *rows.shape[1:])
+        if unequal:
+            whole = torch.cat([each[:size] for each, size in zip(everyone, sizes, strict=True)])
+        else:  # logits are large, so no copy
+            whole = everyone[:, : rows.numel()]
+        entries: Tensor = whole.reshape(-1, *rows.shape[1:])
         return entries if keeps else _cut(accelerator, entries)
 
     return recursively_apply(once, data)
+
+
+def _gather_objects(data: Any, ring_size: int) -> Any:
+    """The entries of each ring's list; of one ring, what it has."""
+    everyone: list[Any] = gather_object([data])
+    rings = [everyone[first : first + ring_size] for first in range(0, len(everyone), ring_size)]
+    for values in rings:
+        if not all(_same(value, values[0]) for value in values):
+            raise errors.RanksDiffer("values", values, _SAME_VALUES)
+    if len(rings) == 1:  # accelerate returns the object of one process as it is
+        return data
+    return [value for values in rings for value in values[0]]
 
 
 def _sizes(accelerator: Any, rows: Tensor, ring_size: int) -> list[int]:

@@ -158,10 +158,7 @@ class _OnWholeRows(OnWholeDocuments):
             context.log.kernel = context.log.kernel or f"{self.implementation} on whole rows"
             context.log.plain += 1
         found = super().__call__(*args, **kwargs)
-        mine = next((x for _, x in tensors_of(found) if x.requires_grad), None)
-        if mine is None:
-            mine = next(x for _, x in tensors_of(found))
-        note_output(mine, self.module, layout)
+        note_output(max((x for _, x in tensors_of(found)), key=lambda x: x.requires_grad), self.module, layout)
         return found
 
     def _refuse(self, given: Mapping[str, Any], spec: MaskSpec | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,26 @@ def test_a_loop_gathers_unequal_rows(ranks: Ranks, split: bool) -> None:
     """Silently other rows, as without rings."""
     for got in ranks(4).run(gathered, 7, split):
         assert [row for rows in got for row in rows] == torch.arange(14).view(7, 2).tolist()
+
+
+def is_what_was_sent() -> bool:
+    with launched(Mesh(cp=2)):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model())
+        sent: list[torch.Tensor] = []
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            sent.append(torch.cat([tensor, tensor]))
+            return sent[-1]
+
+        with mock.patch.object(accelerator, "gather", gather):
+            found: torch.Tensor = accelerator.gather_for_metrics(torch.zeros(2, 4))
+        return found.data_ptr() == sent[0].data_ptr()
+
+
+def test_gathered_logits_are_not_copied(ranks: Ranks) -> None:
+    """An evaluation held them twice."""
+    assert ranks(2).run(is_what_was_sent) == [True, True]
 
 
 def test_a_loop_that_gathers_at_the_end_of_a_rings_batches_is_refused() -> None:
