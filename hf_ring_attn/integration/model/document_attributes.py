@@ -31,13 +31,16 @@ class DocumentAttributes:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.owners, self.written = module, dict[int, dict[str, Any]](), Counter[tuple[int, str]]()
+        self.before: Attributes | None = None
 
     @contextmanager
     def of_document(self) -> Iterator[None]:
         """The call for a document. What has a gradient is refused there, since only its readers get that of a view."""
-        before = Attributes(self.module)
+        before = self.before or Attributes(self.module)
         yield
-        for own, name in before.new_tensors():
+        new = before.new_tensors()
+        self.before = None if new else before  # there may be hundreds of documents
+        for own, name in new:
             self.owners[id(own)] = own
             self.written[id(own), name] += 1
             if isinstance(x := own[name], Tensor) and x.grad_fn is not None:

@@ -152,8 +152,9 @@ class OnWholeDocuments(OwnForward):
         name, several = type(self.module).__name__, sum(map(len, rows.pieces)) > 1
         refuse_cache(name, [*args, *kwargs.values()])
         given = tree_leaves((args, kwargs))
-        is_rnn = isinstance(self.module, nn.RNNBase)
-        searched: list[Any] = [args[0] if args else kwargs.get("input")] if is_rnn else given
+        searched: list[Any] = given
+        if isinstance(self.module, nn.RNNBase):
+            searched = [args[0] if args else kwargs.get("input")]
         tokens: dict[int, Tensor] = {
             id(x): x for x in searched if is_of_tokens(x, rows) and not self.is_of_pairs(x, rows)
         }
@@ -163,12 +164,8 @@ class OnWholeDocuments(OwnForward):
         attributes = DocumentAttributes(self.module)
 
         def compute(whole: list[Tensor], of: Piece) -> Any:
-            by = dict(zip(tokens, whole, strict=True))
-            # A state is [layers, B, H], and it may have as many rows as there are tokens.
-            states = {
-                id(x): x[:, of.rows].contiguous() for x in given if is_rnn and isinstance(x, Tensor) and x.dim() == 3
-            }
-            theirs, whole_length = {**states, **by}, of.stop - of.start
+            theirs = {**self._states(given, of), **dict(zip(tokens, whole, strict=True))}
+            whole_length = of.stop - of.start
 
             def change(x: Any) -> Any:
                 if id(x) in theirs:
@@ -187,6 +184,12 @@ class OnWholeDocuments(OwnForward):
         found = compute_on_whole_documents(rows, [*tokens.values()], compute, name)
         attributes.end()
         return _keep_rows(rows, found)
+
+    def _states(self, given: list[Any], of: Piece) -> dict[int, Tensor]:
+        """A document's states of an RNN, which are [layers, B, H]; by the identities of those of all rows."""
+        if not isinstance(self.module, nn.RNNBase):
+            return {}
+        return {id(x): x[:, of.rows].contiguous() for x in given if isinstance(x, Tensor) and x.dim() == 3}
 
     def alone(self, *args: Any, **kwargs: Any) -> Any:
         """The layer outside of sharded batches, or inside another layer on whole rows."""
