@@ -21,7 +21,7 @@ Weights = dict[str, nn.Parameter]
 
 @contextmanager
 def keeping(models: Iterable[nn.Module], device: torch.device, splits: bool = False) -> Iterator[None]:
-    """Lets the weights of ``models`` share memory after a host moved or wrapped them as before, if one process would.
+    """Inside, a host moves or wraps ``models``. Weights that shared memory share it afterwards, as in one process.
 
     Args:
         device: to which the host moves them. splits: it shards them, as FSDP2 does.

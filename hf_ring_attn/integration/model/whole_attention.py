@@ -173,9 +173,9 @@ class _OnWholeRows(OnWholeDocuments):
             raise errors.UnsupportedArgument(where, "is_causal=False", CAUSAL_OR_NOT)
 
     def _refuse_padding(self, spec: MaskSpec) -> None:
-        """Refuses padding before tokens that a layer may choose or compress, if it has other numbers in a ring.
+        """Refuses padding on the left, which the layer may choose or compress, if a ring has other numbers for it.
 
-        It sees no key: sdpa gives zeros then, as a ring's layers do, and so do sinks; eager attention gives a mean.
+        Such padding sees no key. A ring's layers give it zeros, as sdpa and sinks do; eager attention gives it a mean.
         """
         zeros = self.implementation == "sdpa" or getattr(self.module, "sinks", None) is not None
         if not self.by_mask_alone and not zeros and _sees_nothing(spec):
