@@ -19,6 +19,7 @@ from .numbers import (
     LONGEST_70B,
     LOSS,
     ONE_GPU,
+    THREE,
     WHOLE,
     WHOLE_FULL,
     commit,
@@ -57,9 +58,11 @@ RUNS = {
         Measured("32,768", "2 x H200", SMALL_QWEN, "this recipe by its run.sh, short conversations", OWN_RUNS, "packed_chat"),
     ],
     "vlm": [
+        Measured("32,768", "2 x H200", GEMMA, "this recipe by its run.sh", THREE, "vlm"),
         Measured("32,768", "1 x H200", GEMMA, "this recipe by its run.sh, no ring", ONE_GPU, "vlm"),
     ],
     "extend-context": [
+        Measured("131,072", "2 x H200", SMALL_QWEN, "this recipe by its run.sh", THREE, "extend_context"),
         Measured("131,072", "1 x H200", SMALL_QWEN, "this recipe by its run.sh with `ring.offload_above=0`, `optim=adamw_torch_8bit`, no ring", ONE_GPU, "extend_context"),
     ],
     "lora-1m": [
@@ -74,6 +77,7 @@ RUNS = {
         Measured("425,984", "2 x H100", QWEN, "QLoRA of two layers, the same", H100_32B, "qlora32_416K_layers"),
     ],
     "qlora-70b": [
+        Measured("131,072", "2 x H200", LARGE, "this recipe by its run.sh", THREE, "qlora_70b"),
         Measured("276,480", "2 x H200", LARGE, "QLoRA of one layer, `mlp_tokens=16384`, Liger", LONGEST_70B, "qlora70_270K_layer"),
         Measured("276,480", "2 x H200", LARGE, "QLoRA of two layers, the same", LONGEST_70B, "qlora70_270K_layers"),
         Measured("276,480", "2 x H200", LARGE, "all layers with a window of 4096, `offload_above=70`, the same", LONGEST_70B, "qlora70_270K_window"),
@@ -104,10 +108,7 @@ TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
     "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "full-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
-    "extend-context": f"{MISSING} of several GPUs. A small model was trained on one GPU: its losses are below.",
-    "qlora-70b": f"{MISSING} with real weights and this recipe's settings. The nearest measured steps:",
-    "vlm": f"{MISSING} of several GPUs with real links: two ranks ran on one GPU, with the losses of one.",
-    "multi-node": f"{MISSING}. {TOY_ONLY} No step on several machines was measured.",
+    "multi-node": f"{MISSING} of rings on several machines. {TOY_ONLY}",
 }
 """What was not measured, before the table of what was."""
 

@@ -15,7 +15,17 @@ from hf_ring_attn.plan.memory import memory_of
 from hf_ring_attn.plan.seconds import seconds_of
 from hf_ring_attn.plan.setup import Setup
 from hf_ring_attn.plan.shape import ModelShape
-from tests.plan.shapes import GPT_OSS_20B, LLAMA_8B, LLAMA_70B, QWEN3_32B, QWEN3_A3B, QWEN35_9B, llama_8b, shape
+from tests.plan.shapes import (
+    GPT_OSS_20B,
+    LLAMA_8B,
+    LLAMA_70B,
+    QWEN3_8B,
+    QWEN3_32B,
+    QWEN3_A3B,
+    QWEN35_9B,
+    llama_8b,
+    shape,
+)
 
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
 
@@ -280,11 +290,16 @@ MEASURED_OF_70B = [  # the last three by the run.sh of recipes
     Filed(LONGEST, "lora_128k_host", {**TWO, "tokens": 131072, "offload_above": 0.0}),
     Filed(LONGEST, "qlora_32b", {**QLORA_32B, "optimizer": "paged_adamw_8bit"}, shape=QWEN3_32B),
 ]
+THREE, AT_128K = "2026-11-30-three-recipes", {"gpus": 2, "tokens": 131072}
+MEASURED_BY_RECIPES = [
+    Filed(THREE, "extend_context", {**AT_128K, **SAVED, "method": "full"}, shape=QWEN3_8B),
+    Filed(THREE, "qlora_70b", {**AT_128K, "method": "qlora", "mlp_tokens": 8192}, shape=LLAMA_70B),
+]
 
 ALL = [
     *FITTED, *HELD_OUT, *MEASURED_LATER, *MEASURED_IN_4_BITS, *MEASURED_ON_ONE, *MEASURED_ON_TWO, *MEASURED_AGAIN,
     *MEASURED_BY_LAYERS, *MEASURED_ON_H100, *MEASURED_WITH_FLASH4, *MEASURED_AT_1M, *MEASURED_OF_32B,
     *MEASURED_WHEN_MENDED, *MEASURED_SHORT_AND_FULL, *MEASURED_BESIDE_OWN, *MEASURED_BY_DEFAULT,
     *MEASURED_WITH_LINEAR_ATTENTION, *MEASURED_WITH_EXPERTS, *MEASURED_ON_WHOLE_ROWS, *MEASURED_WITH_KEPT_LAYERS,
-    *MEASURED_OF_70B,
+    *MEASURED_OF_70B, *MEASURED_BY_RECIPES,
 ]  # fmt: skip

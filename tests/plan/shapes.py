@@ -18,6 +18,10 @@ LLAMA_8B = {
 LLAMA_70B = {
     **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
 QWEN3_32B = {
     "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "head_dim": 128,
     "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False,
