@@ -1,4 +1,4 @@
-"""Differentiable collectives over a row: gather whole sequences, sum over the ring."""
+"""Differentiable collectives over a row: gather whole sequences or parts, sum over the ring."""
 
 from __future__ import annotations
 
@@ -43,6 +43,25 @@ def gather_sequence(x: Tensor, ring: Ring, layout: Layout, alike: bool = False) 
         alike: every rank computes the same loss from it, so the backward sends nothing.
     """
     return x if ring.size == 1 else _GatherSequence.apply(x, ring, layout, alike)  # type: ignore[no-untyped-call]
+
+
+class _GatherParts(torch.autograd.Function):
+    """All-gather [...] to [W, ...] in rank order; the backward is a reduce-scatter in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        return ring.gather(x, "gathered parts of all ranks").wait()[0]
+
+    @staticmethod
+    @first_order_only("parts that were gathered")
+    def backward(ctx: Any, _saved: tuple[()], gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ring.reduce_scatter(gradient.to(accumulate_dtype(gradient.dtype))).to(gradient.dtype), None
+
+
+def gather_parts(x: Tensor, ring: Ring) -> Tensor:
+    """All-gathers parts [...] of one shape to [W, ...]. Differentiable: the gradients that ranks have add up."""
+    return x[None] if ring.size == 1 else _GatherParts.apply(x, ring)  # type: ignore[no-untyped-call]
 
 
 class _SumOverRing(torch.autograd.Function):

@@ -134,15 +134,23 @@ def _sources() -> tuple[_Source, ...]:
     return (*_HOST, _GPUS) if torch.cuda.is_initialized() else _HOST
 
 
-def restoring() -> Callable[[], None]:
-    """A function that restores the process's generators."""
-    saved = [(source, source.get()) for source in _sources()]
+class Draws:
+    """The process's generators as they are now: was anything drawn since, and back to them."""
 
-    def restore() -> None:
-        for source, state in saved:
+    def __init__(self) -> None:
+        self._before = [(source, source.get()) for source in _sources()]
+
+    def drew(self) -> bool:
+        return any(not source.same(source.get(), state) for source, state in self._before)
+
+    def restore(self) -> None:
+        for source, state in self._before:
             source.put(state)
 
-    return restore
+
+def restoring() -> Callable[[], None]:
+    """A function that restores the process's generators."""
+    return Draws().restore
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from . import (
     quantized,
     recurrent,
     rope,
+    shared_pictures,
     structure,
     temperature,
     training_mode,
@@ -70,7 +71,14 @@ ONCE = Support(
 
 EACH_BATCH = Support(
     (training_mode.unsupported, multimodal.unsupported),
-    (shared_losses.refuse_unshared, whole_heads.prepare, checkpointing.prepare, multimodal.prepare, mlp_chunks.prepare),
+    (
+        shared_losses.refuse_unshared,
+        whole_heads.prepare,
+        checkpointing.prepare,
+        multimodal.prepare,
+        shared_pictures.prepare,
+        mlp_chunks.prepare,
+    ),
 )
 """Called for every batch: a mode, a rate or a loss changes without a change of structure."""
 

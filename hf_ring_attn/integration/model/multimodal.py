@@ -1,9 +1,10 @@
-"""Models of images and sound: every rank reads these whole, and the row is sharded at the input of the text model.
+"""Models of images and sound: every rank gets these whole, and the row is sharded at the input of the text model.
 
 Placeholders of images are counted and filled in whole rows, and positions numbered there, so such a batch cannot be
 sharded before the model is called. A hook on the text model shards its inputs. All modules before it, such as the
-vision tower, run outside the ring on every rank, with the same random numbers (`ring_random`). Labels are sharded
-beforehand. The gradient of a tower is this rank's share, as that of any weight.
+vision tower, run outside the ring on every rank, with the same random numbers (`ring_random`), and on this rank's
+share of the pictures where that is exact (`shared_pictures`). Labels are sharded beforehand. The gradient of a tower is
+this rank's share, as that of any weight.
 
 A head of whole rows uses the same cut, at the input of the model below it, whose output is gathered (`whole_heads`).
 """

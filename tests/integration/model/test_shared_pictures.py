@@ -1,0 +1,150 @@
+"""Each rank computes the features of some pictures: which ones, when all of them, and that answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_ring_attn
+from hf_ring_attn.integration.model.shared_pictures import Pictures, dealt, pictures_in
+from tests.helpers.jobs.comparison import Ranks, alone, assert_towers_change_nothing
+from tests.helpers.jobs.plain_jobs import Batch, Step, ready
+from tests.helpers.models.tiny_models import BEFORE_IMAGE, IMAGE
+
+MODELS = ("gemma3 vision", "qwen2.5 vision", "qwen3 vision", "qwen3.5 vision")
+GRIDS = ([1, 4, 4], [1, 4, 2], [1, 4, 8], [1, 2, 2], [1, 8, 4])
+"""Patches of Qwen's pictures; four make a token."""
+
+
+def one_row(model: str, count: int = 5) -> Batch:
+    """A row with pictures, of other sizes where the model allows it."""
+    generator = torch.Generator().manual_seed(2)
+    grids = torch.tensor(GRIDS[:count])
+    tokens = (grids.prod(1) // 4).tolist() if "qwen" in model else [4] * count
+    ids = torch.randint(1, BEFORE_IMAGE, (3,), generator=generator).tolist()
+    for many in tokens:
+        ids += [BEFORE_IMAGE, *[IMAGE] * many, *torch.randint(1, BEFORE_IMAGE, (2,), generator=generator).tolist()]
+    row = torch.tensor([ids])
+    batch = {"input_ids": row, "labels": row.masked_fill(row >= BEFORE_IMAGE, -100)}
+    if "qwen" not in model:
+        pixels = torch.randn(count, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return batch | {"token_type_ids": (row == IMAGE).long(), "pixel_values": pixels}
+    pixels = torch.randn(int(grids.prod(1).sum()), 96, generator=generator, dtype=torch.float64)
+    return batch | {"image_grid_thw": grids, "mm_token_type_ids": (row == IMAGE).int(), "pixel_values": pixels}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.full), 5])
+@pytest.mark.turns
+def test_shared_pictures_change_nothing_about_the_answer(ranks: Ranks, model: str, count: int, world_size: int) -> None:
+    """The tower is trained, too. Checkpointing: the model is then in training mode."""
+    step = Step(why="", model=model, batch=one_row(model, count), checkpointing="recomputed")
+    assert_towers_change_nothing(ranks, world_size, step)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_order_of_pictures_matters(model: str) -> None:
+    """So the test above sees features that are exchanged."""
+    step = Step(why="", model=model, batch=one_row(model, 4), checkpointing="recomputed")
+    batch = dict(step.batch)
+    if "image_grid_thw" in batch:  # the first picture's upper half for its lower
+        batch["pixel_values"] = torch.cat([batch["pixel_values"][:16].flip(0), batch["pixel_values"][16:]])
+    else:
+        batch["pixel_values"] = batch["pixel_values"][[1, 0, 2, 3]]
+    changed = (alone(replace(step, batch=batch)).logits - alone(step).logits).abs().max()
+    assert changed > 1e-6
+
+
+def rows_of_tower(model: Any, pixels: str = "pixel_values") -> Callable[[], list[int]]:
+    """Notes the first axis of what the tower gets in each call."""
+    seen: list[int] = []
+    (maker,) = (m for m in model.modules() if hasattr(m, "get_image_features") and "language_model" in m._modules)
+    tower = maker.visual if hasattr(maker, "visual") else maker.vision_tower
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(len(args[0] if args else kwargs[pixels]))
+
+    tower.register_forward_pre_hook(note, with_kwargs=True)
+    return lambda: seen
+
+
+def told_apart(batch: Batch, name: str, change: str) -> list[int]:
+    model = ready(Step(why="", model=name, checkpointing="recomputed"), "ring_fp32")
+    if change == "evaluation":
+        model.eval()
+    elif change == "dropout":
+        for layer in model.model.vision_tower.modules():
+            if type(layer).__name__.endswith("Attention"):
+                layer.dropout = 0.5
+    elif change == "batch norm":
+        model.model.vision_tower.register_module("unused", nn.BatchNorm1d(2).double())
+    rows = rows_of_tower(model)
+    for _ in range(2):
+        with (sharded := hf_ring_attn.shard(batch, config=hf_ring_attn.RingConfig(self_check=False))):
+            model(**sharded.inputs)
+    return rows()
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "want"),
+    [
+        ("gemma3 vision", "", [[3, 3], [3, 3]]),
+        ("qwen3 vision", "", [[44, 44], [52, 52]]),
+        ("gemma3 vision", "evaluation", [[5, 5], [5, 5]]),
+        ("gemma3 vision", "dropout", [[3, 5, 5], [3, 5, 5]]),
+        ("gemma3 vision", "batch norm", [[5, 5], [5, 5]]),
+    ],
+)
+def test_a_rank_computes_its_pictures_or_all(ranks: Ranks, model: str, change: str, want: list[list[int]]) -> None:
+    """Of Qwen's pictures of 16, 8, 32, 4 and 32 patches; the smallest twice. Dropout is found out by the first try."""
+    assert ranks(2).run(told_apart, one_row(model), model, change) == want
+
+
+def test_pictures_are_dealt_evenly() -> None:
+    assert dealt([1, 1, 1, 1, 1], 2) == [[0, 3, 4], [1, 2, 4]]
+    sizes = [7, 100, 3, 50, 60, 8, 8, 9, 90]
+    for ranks in (2, 3, 4, 16):
+        hands = dealt(sizes, ranks)
+        assert len({len(hand) for hand in hands}) == 1 and {at for hand in hands for at in hand} == set(range(9))
+        loads = [sum(sizes[at] for at in hand) for hand in hands]
+        assert max(loads) - min(loads) <= max(sizes)
+
+
+PIXELS = torch.ones(4, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("named", "want"),
+    [
+        ({"pixel_values": PIXELS}, ([1] * 4, [], True)),
+        ({"pixel_values": PIXELS, "image_sizes": torch.ones(4, 2)}, ([1] * 4, ["image_sizes"], True)),
+        ({"pixel_values": PIXELS, "scale": torch.ones(()), "layer": -2}, ([1] * 4, [], True)),
+        ({"pixel_values": PIXELS, "shift_labels": torch.ones(1, 9)}, ([1] * 4, [], True)),
+        ({"pixel_values": PIXELS[:, None]}, ([1] * 4, [], False)),
+        ({"pixel_values": PIXELS[0, 0], "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]])},
+         ([4, 4], ["image_grid_thw"], False)),
+        ({"pixel_values": PIXELS[0, 0], "image_grid_thw": torch.tensor([[1, 2, 2]])}, None),
+        ({"pixel_values": PIXELS, "places": torch.ones(5)}, None),
+        ({"pixel_values": PIXELS, "places": [torch.ones(4)]}, None),
+        ({"pixel_values": torch.cat([PIXELS[:, None], torch.zeros(1, 1, 3, 8, 8)])}, None),
+        ({"pixel_values": list(PIXELS)}, None),
+        ({"pixel_values": None}, None),
+    ],
+)  # fmt: skip
+def test_pictures_are_told_apart(named: dict[str, Any], want: tuple[list[int], list[str], bool] | None) -> None:
+    found = pictures_in(named, "pixel_values", "image_grid_thw")
+    assert found == (None if want is None else Pictures(want[0], "pixel_values", *want[1:]))
+
+
+def test_pictures_are_taken_in_the_order_that_was_asked_for() -> None:
+    pixels = torch.arange(10)[:, None]
+    named = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2], [1, 1, 1], [1, 5, 1]]), "more": 3}
+    taken = pictures_in(named, "pixel_values", "image_grid_thw").taken(named, [2, 0])  # type: ignore[union-attr]
+    assert taken["pixel_values"].flatten().tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3]
+    assert taken["image_grid_thw"].tolist() == [[1, 5, 1], [1, 2, 2]] and taken["more"] == 3
