@@ -39,7 +39,7 @@ METHODS = {
 }
 """Methods that make features; their argument of pixels, and that of the patches of each picture [N, 3]."""
 STATES = "last_hidden_state", "hidden_states", "attentions"
-"""What a method returns of its tower's layers."""
+"""Fields with states of the tower's layers."""
 GATHERED = "pooler_output", "deepstack_features"
 _DOING = "gathered features of pictures"
 
