@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..command_line import count
-from ..errors import UnsupportedModel
+from ..errors import CannotPlan, UnsupportedModel
 from ..integration.model import admission, loading
 from . import launch, report
 from .hardware import GPUS, KEPT_FREE, Gpu
@@ -21,6 +21,7 @@ from .search import alternatives, decided, forecast, kept, longer_rows, most_tok
 from .setup import ITEMSIZES, KERNELS, LOSSES, METHODS, OPTIMIZERS, SHARDS, Setup
 
 AUTO = "auto"
+_NO_TOWER = "--pictures needs a vision tower for pictures of one size, by vision_config.image_size; leave it out"
 
 
 def positive(text: str) -> float:
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     free = (
         f"find the longest row that fits; leaves {100 * KEPT_FREE:.0f} %% of the memory free, unless --memory is given"
     )
+    what.add_argument("--pictures", type=count(), default=0, metavar="N", help="pictures of a row, of one size")
     what.add_argument("--max-tokens", action="store_true", help=free)
     what.add_argument(
         "--method",
@@ -177,6 +179,8 @@ def run(given: argparse.Namespace) -> int:
         sys.stdout.write((json.dumps({"refused": str(refusal)}, indent=1) if given.json else str(refusal)) + "\n")
         return 1
     model, setup = shape_of(config, meta), _setup(given)
+    if setup.pictures and model.tower is None:
+        raise CannotPlan(model.name, _NO_TOWER)
     kept_free = KEPT_FREE if given.memory is None else 0.0
     advised = (1 - kept_free) * setup.gpu.memory_gib  # forecasts miss by up to that part
     if given.max_tokens:
@@ -212,7 +216,7 @@ def _setup(given: argparse.Namespace) -> Setup:
         dtype=given.dtype, optimizer=given.optimizer, checkpointing=not given.no_checkpointing,
         save_attention=given.save_attention is True, keep_layers=0 if given.keep_layers == AUTO else given.keep_layers,
         loss=given.loss, mlp_tokens=given.mlp_tokens or 0, offload_above=given.offload_above,
-        offload_params=given.offload_params, liger=given.liger, kernel=given.kernel,
+        offload_params=given.offload_params, liger=given.liger, kernel=given.kernel, pictures=given.pictures,
     )  # fmt: skip
 
 

@@ -65,6 +65,10 @@ ATTENTION = {
 }
 """The same for attention, by kernel and by a head's width: forward, backward. Both on Hopper, in 16 bits."""
 
+TOWER_ATTENTION = 0.356
+"""The same for attention of a vision tower by torch's sdpa, forward: 0.7 s of 118 pictures of 4,096 patches, by the
+profile in recipes/results/2026-11-30-recipes-one-gpu."""
+
 DELTA_RULES: dict[str, dict[tuple[int, int], tuple[float, float]]] = {
     "by head": {(16, 128): (63.4, 107.7)},
     "by channel": {(16, 128): (88.8, 295.4)},

@@ -18,6 +18,7 @@ from .layer_memory import attention_memory, checkpointed_attention_bytes, chunk_
 from .layer_memory import saved_bytes as layer_bytes
 from .setup import OPTIMIZERS, Setup
 from .shape import LayerShape, ModelShape
+from .tower import tower_bytes
 
 Parts = dict[str, float]
 """Bytes by name."""
@@ -106,6 +107,9 @@ def memory_of(model: ModelShape, setup: Setup, accumulates: bool = False) -> Mem
     }
     if of_root := _root_gradient_bytes(model, setup):
         moments["backward of the embeddings"] = {GRADIENTS: gradients, "gathered weights": of_root, **in_backward}
+    if model.tower and setup.pictures:
+        of_tower = {"vision tower": tower_bytes(model.tower, setup)}
+        moments["forward of the vision tower"] = {GRADIENTS: of_last if accumulates else 0.0, **of_tower}
     outside = {
         "peer-to-peer buffers": max((peer_bytes(one, setup) for one in model.attentions), default=0.0),
         "CUDA and NCCL": CONTEXT_GIB * GIB,

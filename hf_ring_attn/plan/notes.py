@@ -15,11 +15,12 @@ from .memory import memory_of
 from .positions import beyond
 from .setup import Setup
 from .shape import DeltaShape, ModelShape
+from .tower import towers
 
 
 def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> list[str]:
     """Returns a line for each fact of the model or the setup that its forecast does not show."""
-    of_model = [*_other_class(config, model), *_towers(model), *beyond(config, model, setup.tokens)]
+    of_model = [*_other_class(config, model), *_towers(model, shape, setup), *beyond(config, model, setup.tokens)]
     of_model += _quantized(config, setup)
     of_setup = [*_chunks(setup), *_kept(shape, setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
     return [*of_model, *of_setup, *_linear_attention(shape, setup), *_unmeasured(shape, setup)]
@@ -96,15 +97,16 @@ def _unmeasured(shape: ModelShape, setup: Setup) -> Iterator[str]:
         yield f"no step with {' or '.join(found)} was measured, so no forecast of one was tested"
 
 
-def _towers(model: nn.Module) -> Iterator[str]:
+def _towers(model: nn.Module, shape: ModelShape, setup: Setup) -> Iterator[str]:
     """Parts that see no tokens, and lists of blocks beside the decoder layers, as of Idefics's cross-attention."""
-    text = {id(module) for _, module in text_modules(model)}
     found = decoder_layers(model)
     layers = set() if found is None else {id(module) for module in found[1].modules()}
     for name, module in text_modules(model):
         blocks = isinstance(module, nn.ModuleList) and any(len(list(block.children())) for block in module)
         if blocks and id(module) not in layers:
             yield f"the weights of {name} are counted, its activations are not"
-    for name, module in model.named_modules():
-        if id(module) not in text and id(model.get_submodule(name.rpartition(".")[0])) in text:
+    for name, _ in towers(model):
+        if shape.tower is None or shape.tower.name != name:
             yield f"the weights of {name} are counted, its activations and its time are not"
+        elif not setup.pictures:
+            yield f"the weights of {name} are counted; its activations and its time are, with --pictures N"

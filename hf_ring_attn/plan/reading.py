@@ -12,6 +12,7 @@ from ..integration.context.shared_kv import makes_kv, takes_kv
 from ..integration.model.decoder import decoder_layers, layer_kinds
 from ..integration.model.recurrent import recurrent_layers
 from .shape import AttentionShape, DeltaShape, LayerShape, ModelShape
+from .tower import tower_of
 
 WINDOWED = {"sliding_attention": ("sliding_window", 1), "chunked_attention": ("attention_chunk_size", 2)}
 """Kinds of layers that see few keys: the config's entry, and by what to divide it for the mean number of keys."""
@@ -53,7 +54,7 @@ def _read(name: str, config: Any, model: nn.Module) -> ModelShape:
     root, adapted = _outside(model, found[1])
     return ModelShape(
         name=name, hidden=text.hidden_size, vocabulary=text.vocab_size, layers=layers, embedding=own, head=shared,
-        others=rest, root=root, adapted=adapted,
+        others=rest, root=root, adapted=adapted, tower=tower_of(config, model),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .attention_memory import normed_numbers
 from .hardware import BIASES, ELEMENTWISE, EXPERTS, FLOAT32, LAYER_SECONDS, MATMUL, Gpu, attention_shares
@@ -10,6 +10,7 @@ from .linear_attention import NAME, delta_flops, exchanged_bytes, moved_numbers,
 from .memory import kept_bytes, offloaded_layers, trained_parameters, weight_bytes
 from .setup import Setup
 from .shape import AttentionShape, DeltaShape, LayerShape, ModelShape
+from .tower import tower_flops, tower_seconds
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Seconds:
     communication: float
     optimizer: float
     flops: float
+    tower: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -37,6 +39,7 @@ class Seconds:
             "attention": self.attention, **scans, "matrix products": self.matrix_products,
             "elementwise": self.elementwise, "launches": self.launches,
             "communication that waits": self.communication, "optimizer": self.optimizer,
+            **({"vision tower": self.tower} if self.tower else {}),
         }  # fmt: skip
 
     @property
@@ -81,6 +84,7 @@ def seconds_of(model: ModelShape, setup: Setup) -> Seconds:
         elementwise=sum(sum(one.elementwise) for one in layers) + logits,
         launches=LAYER_SECONDS * len(layers), communication=waiting, optimizer=_optimizer(model, setup),
         flops=rows * _needed_flops(model, setup),
+        tower=tower_seconds(model.tower, setup) if model.tower and setup.pictures else 0.0,
     )  # fmt: skip
 
 
@@ -253,4 +257,6 @@ def _needed_flops(model: ModelShape, setup: Setup) -> float:
     trained = 0 if setup.method != "full" else weights
     adapters = 0 if setup.method == "full" else model.adapter_parameters(setup.lora_rank)
     attention = sum(3 * attention_flops(layer, setup.tokens)[0] for layer in model.layers)
+    if model.tower and setup.pictures:
+        attention += tower_flops(model.tower, replace(setup, ring=1)) * (3 if trained else 1)
     return setup.tokens * (4 * weights + 2 * trained + 6 * adapters) + attention

@@ -29,6 +29,7 @@ class Setup:
             rank at once.
         kernel: of attention; "auto": flash4 where it serves, as if flash-attn-4 were installed, else triton.
         offload_params: FSDP2's weights and optimizer are in host memory. liger: fused norms, RoPE and gated MLPs.
+        pictures: of a row.
     """
 
     gpus: int
@@ -50,6 +51,7 @@ class Setup:
     offload_params: bool = False
     liger: bool = False
     kernel: str = "auto"
+    pictures: int = 0
 
     def kernel_of(self, attention: AttentionShape) -> str:
         """The kernel of a layer's attention: the chosen one, if it serves heads of this width."""

@@ -101,6 +101,24 @@ class LayerShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TowerShape:
+    """A vision transformer.
+
+    Args:
+        name: of the module. patches: of a picture. pixels: numbers of a picture.
+        hidden, mlp: widths of a patch's states, and of the MLP's. active: parameters of linear layers in blocks.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    mlp: int
+    active: int
+    patches: int
+    pixels: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A causal language model.
 
@@ -109,6 +127,7 @@ class ModelShape:
         others: parameters outside of layers and embeddings (norms, towers for images).
         root: those of them that FSDP2 gathers for the whole step: of the text model, but its last norm.
         adapted: (inputs, outputs) of each linear layer of the text model outside of decoder layers and the head.
+        tower: of pictures, if its sizes are known.
     """
 
     name: str
@@ -120,6 +139,7 @@ class ModelShape:
     others: int
     root: int = 0
     adapted: tuple[tuple[int, int], ...] = ()
+    tower: TowerShape | None = None
 
     @property
     def parameters(self) -> int:
