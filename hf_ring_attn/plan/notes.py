@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..integration.context.introspect import text_modules
 from ..integration.model.decoder import decoder_layers
-from .hardware import GIB
+from .hardware import FLOAT32, GIB
 from .linear_attention import FLA, NAME, scan_seconds, torch_bytes
 from .memory import memory_of
 from .positions import beyond
@@ -23,6 +24,7 @@ def notes_on(config: Any, model: nn.Module, shape: ModelShape, setup: Setup) -> 
     of_model = [*_other_class(config, model), *_towers(model, shape, setup), *beyond(config, model, setup.tokens)]
     of_model += _quantized(config, setup)
     of_setup = [*_chunks(setup), *_kept(shape, setup), *_logits(setup), *_storage(setup), *_accumulation(shape, setup)]
+    of_setup += _wrapped(shape, setup)
     return [*of_model, *of_setup, *_linear_attention(shape, setup), *_unmeasured(shape, setup)]
 
 
@@ -67,6 +69,16 @@ def _storage(setup: Setup) -> Iterator[str]:
     if setup.method == "qlora" and setup.is_sharded:
         storage = f'bnb_4bit_quant_storage="{setup.dtype}"'
         yield f"FSDP2 shards 4-bit weights only with {storage}; with bitsandbytes's default each GPU holds all of them"
+
+
+def _wrapped(shape: ModelShape, setup: Setup) -> Iterator[str]:
+    if setup.gpus > 1 or setup.method != "full" or setup.itemsize == FLOAT32:
+        return
+    wrapped = memory_of(shape, replace(setup, shard="fsdp2", wrapped=True)).total / GIB
+    yield (
+        f"this is a launch without FSDP2; under a launch config with FSDP2, as the recipes have, one GPU holds trained "
+        f"weights and gradients in float32, and needs {wrapped:.1f} GiB"
+    )
 
 
 def _accumulation(shape: ModelShape, setup: Setup) -> Iterator[str]:

@@ -29,7 +29,7 @@ class Setup:
             rank at once.
         kernel: of attention; "auto": flash4 where it serves, as if flash-attn-4 were installed, else triton.
         offload_params: FSDP2's weights and optimizer are in host memory. liger: fused norms, RoPE and gated MLPs.
-        pictures: of a row.
+        pictures: of a row. wrapped: FSDP2 wraps the model on one GPU, too, as by a launch config of FSDP2.
     """
 
     gpus: int
@@ -52,6 +52,7 @@ class Setup:
     liger: bool = False
     kernel: str = "auto"
     pictures: int = 0
+    wrapped: bool = False
 
     def kernel_of(self, attention: AttentionShape) -> str:
         """The kernel of a layer's attention: the chosen one, if it serves heads of this width."""
@@ -91,7 +92,7 @@ class Setup:
 
     @property
     def is_sharded(self) -> bool:
-        return self.shard == "fsdp2" and self.gpus > 1
+        return self.shard == "fsdp2" and (self.gpus > 1 or self.wrapped)
 
     @property
     def shards(self) -> int:

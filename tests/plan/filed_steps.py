@@ -30,14 +30,6 @@ from tests.plan.shapes import (
 RESULTS = Path(__file__).resolve().parents[2] / "recipes" / "results"
 
 
-class Wrapped(Setup):
-    """On one GPU, by a launch config of FSDP2, which wraps the model and trains in float32 there, too."""
-
-    @property
-    def is_sharded(self) -> bool:
-        return True
-
-
 class Filed(NamedTuple):
     """A measured run of recipes/long_context_lora/train.py: LoRA of rank 16, on the shape of Llama 3.1 8B or another.
 
@@ -50,7 +42,6 @@ class Filed(NamedTuple):
     is_timed: bool = True
     shape: dict[str, Any] = LLAMA_8B
     gpu: str = "h200"
-    kind: type[Setup] = Setup
 
     def filed(self) -> Run:
         return next(run for run in read(RESULTS / self.folder / FILE) if run.name == self.run)
@@ -63,7 +54,7 @@ class Filed(NamedTuple):
 
     def forecast(self) -> tuple[float, float]:
         """GiB and seconds. A first step makes the optimizer's states at its end: those of all weights are left out."""
-        setup = self.kind(gpu=GPUS[self.gpu], **self.setup)
+        setup = Setup(gpu=GPUS[self.gpu], **self.setup)
         memory = memory_of(self.model(), setup)
         is_first = setup.method == "full" and len(self.row()["seconds"]) == 1
         later = memory.always["optimizer"] if is_first else 0.0
@@ -218,7 +209,7 @@ MEASURED_SHORT_AND_FULL = [
     Filed(H100_SHORT, "ring_fused_32K", AT_32K, gpu="h100"),
     Filed(H100_SHORT, "ring_saved_32K", {**AT_32K, **SAVED}, gpu="h100"),
     Filed(H100_SHORT, "ring_chunks_32K", {**AT_32K, "checkpointing": False, "mlp_tokens": 8192}, gpu="h100"),
-    Filed("2026-11-26-one-h200-full", "full_512K_window", {**ON_H200, "offload_above": 28.0}, False, kind=Wrapped),
+    Filed("2026-11-26-one-h200-full", "full_512K_window", {**ON_H200, "offload_above": 28.0, "wrapped": True}, False),
 ]
 """The third waits for a slower host; the last has a window, which leaves its fullest moment as it is."""
 
@@ -290,8 +281,11 @@ MEASURED_OF_70B = [  # the last three by the run.sh of recipes
     Filed(LONGEST, "lora_128k_host", {**TWO, "tokens": 131072, "offload_above": 0.0}),
     Filed(LONGEST, "qlora_32b", {**QLORA_32B, "optimizer": "paged_adamw_8bit"}, shape=QWEN3_32B),
 ]
+RECIPES_ON_ONE = "2026-11-30-recipes-one-gpu"
 THREE, AT_128K = "2026-11-30-three-recipes", {"gpus": 2, "tokens": 131072}
+ON_ONE_H200 = {"method": "full", "optimizer": "adamw_8bit", "offload_above": 0.0, "wrapped": True, **SAVED}
 MEASURED_BY_RECIPES = [
+    Filed(RECIPES_ON_ONE, "extend_context", {"gpus": 1, "tokens": 131072, **ON_ONE_H200}, shape=QWEN3_8B),
     Filed(THREE, "extend_context", {**AT_128K, **SAVED, "method": "full"}, shape=QWEN3_8B),
     Filed(THREE, "qlora_70b", {**AT_128K, "method": "qlora", "mlp_tokens": 8192}, shape=LLAMA_70B),
 ]

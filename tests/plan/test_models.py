@@ -90,6 +90,20 @@ def test_a_model_of_images_is_planned_by_its_text_part(plan: Any) -> None:
     assert "AutoModelForImageTextToText.from_pretrained(" in found["launch"]["program"]
 
 
+def test_full_fine_tuning_on_one_gpu_names_what_fsdp2_needs(plan: Any) -> None:
+    llama = {"model_type": "llama", "num_hidden_layers": 2}
+    want = (
+        "under a launch config with FSDP2, as the recipes have, one GPU holds trained weights and gradients in float32"
+    )
+    assert want in plan(llama, "--tokens", "8K", "--gpus", "1", "--method", "full")[1]
+    for others in (
+        ("--gpus", "2", "--method", "full"),
+        ("--gpus", "1"),
+        ("--gpus", "1", "--method", "full", "--dtype", "float32"),
+    ):
+        assert want not in plan(llama, "--tokens", "8K", *others)[1]
+
+
 OWN_TABLES: dict[str, dict[str, Any]] = {
     "a part of the model": {
         "model_type": "deepseek_vl_hybrid", "text_config": {**TEXT, "model_type": "llama"},
