@@ -112,10 +112,14 @@ class RingConfig:
             raise BadOption("keep_layers", kept, "0 with offload_above: kept activations stay on the GPU")
 
     @property
-    def saves_memory(self) -> bool:
-        """True if an option is set that saves memory or time in one process, too, without a ring."""
-        asked = self.save_attention is True or self.loss == "chunked" or self.keep_layers != 0
-        return asked or self.mlp_tokens is not None or self.offload_above is not None
+    def saving_memory(self) -> list[str]:
+        """The options that are set and save memory or time without a ring, too."""
+        asked = {
+            "save_attention": self.save_attention is True, "loss": self.loss == "chunked",
+            "keep_layers": self.keep_layers != 0, "mlp_tokens": self.mlp_tokens is not None,
+            "offload_above": self.offload_above is not None,
+        }  # fmt: skip
+        return [f"{name}={getattr(self, name)!r}" for name, is_set in asked.items() if is_set]
 
 
 def kernel_from_environment() -> str | None:

@@ -215,7 +215,7 @@ def _encoder_decoder(model: nn.Module | None) -> errors.Refused | None:
 
 def shard_for(
     batch: Mapping[str, Any],
-    group: ProcessGroup | DeviceMesh | None,
+    group: ProcessGroup | DeviceMesh | Ring | None,
     config: RingConfig | None,
     model: nn.Module | None,
     gathers_logits: bool = False,

@@ -59,16 +59,18 @@ def _shared_state(name: str) -> Any:
     return AcceleratorState._shared_state.get(name)
 
 
-def find_ring(group: ProcessGroup | DeviceMesh | None) -> Ring:
-    """The ring over ``group``, maybe a mesh of one axis; if None, over accelerate's "cp" axis, else the world, else a
-    ring of one."""
+def find_ring(group: ProcessGroup | DeviceMesh | Ring | None) -> Ring:
+    """The ring over ``group``, maybe a mesh of one axis, or a ring itself; if None, over accelerate's "cp" axis, else
+    the world, else a ring of one."""
+    if isinstance(group, Ring):
+        return group
     if launched_processes() > world_size() == 1:
         warn(_NOT_INITIALIZED.format(launched_processes()))
     return Ring.of(ring_group() if group is None else group)
 
 
 def warn_without_ring() -> None:
-    """Warns, once, that a ring_fp32 model trains outside of a sharded batch on several processes."""
+    """Warns, once, that a ring_fp32 model trains whole rows on several processes."""
     group, processes = ring_group(), world_size()
     if group is not None:
         warn(_NOT_SHARED.format(group.size()), everywhere=False)
@@ -92,7 +94,7 @@ _NOT_SHARED = (
 )
 _WITHOUT_RING = (
     "a ring_fp32 model trains on {0} processes without a ring: each computes whole rows, as in plain data parallelism. "
-    "The numbers are right, but no memory is saved. For a ring, give accelerate launch a config with "
+    "The numbers are right, but a ring would save memory. For a ring, give accelerate launch a config with "
     "parallelism_config_cp_size (the option alone has no effect), or Accelerator a "
     'ParallelismConfig(cp_size={0}, cp_backend="ring"), or shard each batch with hf_ring_attn.shard(batch).'
 )

@@ -99,14 +99,19 @@ def torch_refusals(config: Any, accelerator: Any = None) -> list[str]:
     return reasons
 
 
+def untested_host(accelerator: Any) -> str | None:
+    """The name of what trains in place of DDP and FSDP2: DeepSpeed, FSDP1, Megatron-LM or XLA; None if those do."""
+    others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
+    return "FSDP1" if is_fsdp1(accelerator) else others.get(accelerator.distributed_type.name)
+
+
 def refuse_host(accelerator: Any) -> None:
     """Raises UntestedParallelism for DeepSpeed, FSDP1, Megatron-LM and XLA."""
-    others = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
-    kind = accelerator.distributed_type.name
-    if kind in others:
-        raise errors.UntestedParallelism(others[kind], "use FSDP2 (fsdp_version: 2) or DDP")
-    if is_fsdp1(accelerator):
-        raise errors.UntestedParallelism("FSDP1", "set fsdp_version: 2 in the launch config, or use DDP")
+    name = untested_host(accelerator)
+    if name == "FSDP1":
+        raise errors.UntestedParallelism(name, "set fsdp_version: 2 in the launch config, or use DDP")
+    if name is not None:
+        raise errors.UntestedParallelism(name, "use FSDP2 (fsdp_version: 2) or DDP")
 
 
 def refuse_one_process(accelerator: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ... import errors
 from ...comm.ring import world_rank, world_size
 from ..context import ring_random
-from ..context.mesh import ring_of_process
+from ..context.mesh import ring_enabled, ring_of_process
 from ..patching.changes import Original, around
 from ..patching.modules import Replaced
 
@@ -89,12 +89,14 @@ def rings_as_processes(
 ) -> Iterator[None]:
     """Lets a trainer count rings in place of processes, or, with `RingsCounted`, know their number alone.
 
+    Without rings these are the processes.
+
     Args:
         of_arguments: the same for its arguments' ``world_size`` and ``process_index``. By default the latter stays,
             since it decides who writes files.
     """
     accelerator, arguments = trainer.accelerator, getattr(trainer, "args", None)  # a client of vLLM has none
-    if isinstance(accelerator, RingsCounted):
+    if isinstance(accelerator, RingsCounted) or not ring_enabled(accelerator.parallelism_config):
         yield
         return
     with ExitStack() as stack:

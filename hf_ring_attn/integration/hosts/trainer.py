@@ -35,6 +35,7 @@ from .trainer_facts import (
     options_of_batches,
     refuse_loss,
     refuse_trainer,
+    ring_of,
     shards_batches,
 )
 from .whole_row_steps import NEEDS_WHOLE_ROWS, of_sharded, sharded_calls, take_whole_rows, whole_row_step
@@ -68,7 +69,7 @@ def shard_inputs(
     refuse_loss(trainer, options)
     step = _trial_step(trainer, trains, count) if has_loss else None
     head, numbers = gives_whole_rows(trainer), [logged_numbers.digest(trainer)]
-    sharded = shard_for(whole, group_of(trainer), options, model, False, step, head=head, numbers=numbers)
+    sharded = shard_for(whole, ring_of(trainer), options, model, False, step, head=head, numbers=numbers)
     if trains:
         batches = trainer.args.gradient_accumulation_steps * world_size() // sharded.ring.size
         sharded.context.log.rows_a_step = sharded.context.facts.rows * batches

@@ -9,16 +9,18 @@ from typing import Any
 from torch import nn
 
 from ... import errors
-from ...comm.ring import world_size
+from ...comm.ring import LOCAL, Ring, world_size
 from ...config import RingConfig
 from ..context import introspect, model_record
 from ..context.introspect import is_a
-from ..context.mesh import ring_enabled, ring_group
+from ..context.mesh import ring_enabled, ring_group, warn_without_ring
+from ..gradients import weight_parts
+from ..log import warn
 from ..losses import whole_heads
 from ..model import adapters, admission
 from ..patching.changes import around
 from ..patching.modules import Replaced
-from . import liger_arguments, own_methods, trainer_overrides
+from . import liger_arguments, own_methods, parallelism_config, trainer_overrides
 
 
 def group_of(trainer: Any) -> Any:
@@ -32,18 +34,59 @@ def has_ring(trainer: Any) -> bool:
     return group_of(trainer) is not None
 
 
-def shards_batches(trainer: Any) -> bool:
-    """Returns True if batches are sharded: in the trainer's ring; or in a ring of one, to save memory, by one process.
+def ring_of(trainer: Any) -> Ring:
+    """The ring of a trainer's sharded batches: without a ring each process is a ring of one."""
+    if (group := group_of(trainer)) is not None:
+        return Ring.of(group)
+    if trainer.model.training:
+        warn_without_ring()
+    return Ring(LOCAL)
 
-    Without a ring several processes are left alone, and so are trainers that generate.
+
+def shards_batches(trainer: Any) -> bool:
+    """Returns True if batches are sharded: in the trainer's ring; or where options save memory, in a ring of one.
+
+    Warns if these options have no effect.
     """
     if has_ring(trainer):
         return True
     model = trainer.model
-    generates = any(is_a(trainer, name) for name in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"))
-    if model is None or world_size() > 1 or generates:
+    if model is None or not introspect.uses_ring(model):
         return False
-    return model_record.options_of(model).saves_memory and introspect.uses_ring(model)
+    if not (options := model_record.options_of(model).saving_memory):
+        return False
+    if why := _left_alone(trainer):
+        warn(_NO_EFFECT.format(", ".join(options), why), everywhere=False)
+    return why is None
+
+
+def _left_alone(trainer: Any) -> str | None:
+    """Why a trainer without a ring is left alone; None if its batches may be sharded in rings of one."""
+    if any(is_a(trainer, name) for name in ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")):
+        return f"{type(trainer).__name__} generates rows"
+    try:
+        trainer_overrides.refuse_unknown(trainer)
+    except errors.Refused:  # its numbers are right as it is
+        return f"{type(trainer).__name__} is not known to be exact with them"
+    if world_size() == 1:
+        return None
+    if (host := parallelism_config.untested_host(trainer.accelerator)) is not None:
+        return f"{host} is not tested with them"
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    shares_rows = config is not None and max(config.tp_size, config.sp_size) > 1
+    if shares_rows or model_record.latest_record(trainer.model).once(_is_in_parts, trainer.model):
+        return "each process computes a part of a row or of a layer"
+    return None
+
+
+def _is_in_parts(model: nn.Module) -> bool:
+    return any(map(weight_parts.is_split, model.modules()))
+
+
+_NO_EFFECT = (
+    "these options have no effect here: {}. This run has no ring, and {}. Train in a ring, with DDP or FSDP2, or leave "
+    "the options out."
+)
 
 
 def in_rings(run: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -18,7 +18,6 @@ from ..batch.shard import Sharded
 from ..batch.whole_row_calls import shard_call, whole_row_calls
 from ..context import introspect
 from ..context.introspect import TOKENS, is_a
-from ..context.mesh import find_ring
 from ..context.whole_batch import LOSS_INPUTS
 from ..gradients import fsdp, fsdp_units
 from ..gradients.weight_parts import sharding_of
@@ -30,12 +29,12 @@ from . import own_methods, program_methods, trainer_overrides
 from .rings_as_processes import rings_as_processes
 from .trainer_facts import (
     gives_whole_rows,
-    group_of,
     has_ring,
     inputs_handed_on,
     options_of_batches,
     refuse_past_fused_head,
     refuse_step,
+    ring_of,
     takes_count,
 )
 from .trainer_overrides import LOSS_ALONE, OF_WHOLE_ROWS
@@ -85,7 +84,7 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
         RanksDiffer: ranks have different batches. PastOutputs: see `loss_graph.names_past_outputs`.
     """
     refuse_step(trainer)
-    ring, options = find_ring(group_of(trainer)), options_of_batches(model)
+    ring, options = ring_of(trainer), options_of_batches(model)
     batch = whole if isinstance(whole, Mapping) else {"inputs": whole}
     facts = {**compared_inputs.empty_facts(options, batch), **compared_inputs.inputs_of(batch)}
     device, advice = ring.small_device(trainer.args.device), compared_inputs.advice_for(batch)
@@ -178,7 +177,7 @@ def _all_raised(trainer: Any, model: nn.Module, error: errors.Refused) -> bool:
     """Returns True if all ranks raised such an error, so that the next message finds none of them in a forward."""
     if error.everywhere or not isinstance(error, RAISED_ALONE):
         return True
-    return all(meet(ring) for ring in (find_ring(group_of(trainer)), *sharding_of(model)))
+    return all(meet(ring) for ring in (ring_of(trainer), *sharding_of(model)))
 
 
 TAKES_WHOLE_ROWS = (
@@ -194,6 +193,6 @@ def shard_rows(host: Any, model: nn.Module, rows: Mapping[str, Any], fused: bool
         refuse_past_fused_head(host)
     is_hosts = introspect.inside(model) is introspect.inside(host.model)  # not one in a module of the program's own
     return shard_call(
-        model, rows, group_of(host), options, type(host).__name__, fused, trains=True,
+        model, rows, ring_of(host), options, type(host).__name__, fused, trains=True,
         loss_alone=is_hosts and LOSS_ALONE in vars(host),
     )  # fmt: skip

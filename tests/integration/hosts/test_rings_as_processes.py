@@ -16,7 +16,8 @@ from hf_ring_attn.integration.hosts.rings_as_processes import RingsCounted, proc
 
 def a_trainer(args: Any, processes: int) -> Any:
     """In rings of two."""
-    accelerator = SimpleNamespace(num_processes=processes, parallelism_config=SimpleNamespace(cp_size=2))
+    config = SimpleNamespace(cp_size=2, cp_backend="ring")
+    accelerator = SimpleNamespace(num_processes=processes, parallelism_config=config)
     return SimpleNamespace(accelerator=accelerator, args=args)
 
 
