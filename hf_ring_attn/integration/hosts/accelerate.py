@@ -180,23 +180,23 @@ def _prepare_data_loader(original: Original, self: Any, *args: Any, **kwargs: An
     if options.dispatch_batches and ring_enabled(config):
         raise errors.DispatchedBatches("dispatch_batches=True")
     if options.dispatch_batches is not None:
-        return _as_of_several(original(self, *args, **kwargs), options)
+        return _as_of_several(original(self, *args, **kwargs), self)
     # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
     with Replaced(options, "dispatch_batches", False):
         prepared_loader = original(self, *args, **kwargs)
     given = args[0] if args else kwargs.get("data_loader")
-    return streams.deal_as_dispatched(_as_of_several(prepared_loader, options), given, self, options.split_batches)
+    return streams.deal_as_dispatched(_as_of_several(prepared_loader, self), given, self, options.split_batches)
 
 
-def _as_of_several(loader: Any, options: Any) -> Any:
+def _as_of_several(loader: Any, accelerator: Any) -> Any:
     """Gives the batches of one ring the option that `join_uneven_inputs` sets for those of several processes.
 
     Warns of a loader of which several rings get unequal numbers.
     """
-    uneven_batches.warn_of(loader)
+    uneven_batches.warn_of(loader, accelerator)
     batches = getattr(loader, "batch_sampler", None)
     if batches is not None and not hasattr(batches, "even_batches"):
-        batches.even_batches = options.even_batches
+        batches.even_batches = accelerator.dataloader_config.even_batches
     return loader
 
 

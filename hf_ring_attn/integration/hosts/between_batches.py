@@ -16,14 +16,13 @@ from ..context import ring_random
 from ..context.mesh import ring_of_process
 from ..patching.changes import Original, Patch
 from . import uneven_batches
-from .program_methods import HOSTS, is_own
+from .program_methods import HOSTS
 from .trainer_facts import in_rings
 
 
 def average_each_batch(trainer: Any) -> None:
     """Averages gradients after each batch, for trainers that run code between batches. The sum is the same."""
-    callbacks = trainer.callback_handler.callbacks
-    if is_own(trainer, "training_step") or any(is_own(one, "on_substep_end") for one in callbacks):
+    if uneven_batches.runs_between_batches(trainer):
         trainer.accelerator.no_sync = lambda model=None: nullcontext()
         trainer._defer_fsdp_gradient_reduction = nullcontext  # since transformers 5.24, of models loaded sharded
 

@@ -38,8 +38,10 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
 
     Raises:
         RanksDiffer: the ranks of a ring hold different values, such as shards that were never gathered.
+        UnevenBatches: on every rank, if a ring has no more batches than this, and others have.
     """
     ring, tensors = Ring.of(accelerator.torch_device_mesh["cp"].get_group()), _tensors(data)
+    unequal = uneven_batches.ends_unequally(accelerator)
     if use_gather_object or tensors is None:
         return _cut(accelerator, _gather_objects(data, ring.size))
 
@@ -48,9 +50,6 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
 
     # accelerate drops no samples in one process if a tensor has none: router logits stay whole beside an aux_loss.
     keeps = ring.size == accelerator.num_processes and any(tensor.dim() == 0 for tensor in tensors)
-
-    state = accelerator.gradient_state
-    unequal = state.end_of_dataloader and uneven_batches.ends_unequally(state.active_dataloader)
 
     def once(tensor: Tensor) -> Tensor:
         rows = tensor if tensor.dim() else tensor[None]

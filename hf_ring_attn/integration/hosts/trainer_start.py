@@ -21,6 +21,7 @@ from . import (
     shared_memory,
     trainer,
     trainer_facts,
+    uneven_batches,
 )
 from .parallelism_config import deferring_cp_checks
 from .trainer_overrides import OF_WHOLE_ROWS
@@ -51,6 +52,7 @@ def _create_accelerator(original: Original, self: Any) -> None:
         install(TRL_PATCHES.get(name, ()))
     with deferring_cp_checks(self.model):
         original(self)
+    uneven_batches.leave_to_trainer(self.accelerator)
     accelerate.ask_timeout(self.accelerator, self.args.ddp_timeout_delta)
     accelerate.decide_by_models(self.accelerator, self.model)  # an Accelerator may have existed before
     if trainer_facts.shards_batches(self):

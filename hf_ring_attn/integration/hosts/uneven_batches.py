@@ -11,11 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from accelerate.data_loader import BatchSamplerShard
+from transformers import Trainer
 
 from ... import errors
+from ..context.model_record import latest_record
 from ..log import warn
 from ..patching.modules import Replaced
+from .program_methods import is_own, owner_of, set_on
 
 Counts = tuple[int, int]
 """The fewest and the most batches that a ring gets."""
@@ -49,6 +53,9 @@ def _shard_of(loader: Any) -> BatchSamplerShard | None:
 def refuse_training(trainer: Any) -> None:
     """Refuses a Trainer in rings before its first step, unless it stops before a ring lacks a batch.
 
+    Where rings meet at a step's last batch only, a step may have a batch less in some of them: it is averaged as in
+    processes without a ring.
+
     Raises:
         UnevenBatches: on every rank.
     """
@@ -56,7 +63,10 @@ def refuse_training(trainer: Any) -> None:
     if counts is None:
         return
     fewest, most = (_steps(args, count) for count in counts)  # Trainer counts epochs in a process's own batches
-    if fewest != most or most * args.gradient_accumulation_steps > counts[0]:
+    in_step = args.gradient_accumulation_steps
+    at_once = 1 if meets_each_batch(trainer) else in_step
+    first, last = (math.ceil(count / at_once) for count in counts)  # meetings of an epoch
+    if fewest != most or (first != last and most * in_step > first * at_once):
         raise errors.UnevenBatches(*counts)
 
 
@@ -66,6 +76,25 @@ def _steps(args: Any, batches: int) -> int:
         return int(args.max_steps)
     steps: int = math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
     return steps
+
+
+def meets_each_batch(trainer: Any) -> bool:
+    """Returns True if rings may wait for each other at every batch, not only at a step's last one."""
+    plugin = trainer.accelerator.gradient_state.plugin_kwargs
+    counts = trainer.args.include_num_input_tokens_seen != "no" or plugin.get("sync_each_batch", False)
+    hosts = all(owner_of(type(trainer), name) is Trainer for name in _OF_A_BATCH)  # TRL's gather metrics
+    own = any(set_on(trainer, name) is not None for name in _OF_A_BATCH) or runs_between_batches(trainer)
+    return counts or not hosts or own or "DTensor" in latest_record(trainer.model).classes
+
+
+_OF_A_BATCH = ("training_step", "compute_loss", "_prepare_inputs")
+"""Methods that run for each batch: Trainer's own send nothing to other rings."""
+
+
+def runs_between_batches(trainer: Any) -> bool:
+    """Returns True for a trainer that may use gradients after each batch, which are averaged then."""
+    callbacks = trainer.callback_handler.callbacks
+    return is_own(trainer, "training_step") or any(is_own(one, "on_substep_end") for one in callbacks)
 
 
 @contextmanager
@@ -79,26 +108,39 @@ def evened(loader: Any) -> Iterator[None]:
         yield
 
 
-def ends_unequally(loader: Any) -> bool:
-    """Returns True if rings may have unequal numbers of rows in the last batch of a loader.
+def ends_unequally(accelerator: Any) -> bool:
+    """Returns True if rings may have unequal numbers of rows in this batch, the last one of a loader.
+
+    Where some have a batch more, all tell each other if they end here: they cannot gather the next one.
 
     Raises:
-        UnevenBatches: some have a batch more.
+        UnevenBatches: on every rank.
     """
+    state = accelerator.gradient_state
+    loader = state.active_dataloader
     if (counts := unequal_counts(loader)) is not None:
-        raise errors.UnevenBatches(*counts)
-    shard = _shard_of(loader)
+        ends = torch.tensor([int(state.end_of_dataloader)], device=accelerator.device)
+        if bool(accelerator.gather(ends).any()):
+            raise errors.UnevenBatches(*counts)
+        return False
+    shard = _shard_of(loader) if state.end_of_dataloader else None
     return shard is not None and shard.num_processes > 1 and not (shard.even_batches or shard.drop_last)
 
 
-def warn_of(loader: Any) -> None:
+def leave_to_trainer(accelerator: Any) -> None:
+    """Notes that a Trainer judges the loaders of an `Accelerator`: it refuses to train, and evens out evaluations."""
+    accelerator._loaders_of_trainer = True
+
+
+def warn_of(loader: Any, accelerator: Any) -> None:
     """Warns of a loader of a program's own loop, which may stop in time, or evaluate each ring alone."""
-    if (counts := unequal_counts(loader)) is not None:
+    counts = None if hasattr(accelerator, "_loaders_of_trainer") else unequal_counts(loader)
+    if counts is not None:
         warn(_WAITS.format(*counts), everywhere=False)
 
 
 _WAITS = (
     "with even_batches=False some rings get more batches of a loader ({1}) than others ({0}). A ring that trains on "
     "one which others lack, or gathers, waits for them until a timeout. Use even_batches=True, which is accelerate's "
-    "default, or drop_last=True, or stop before. An evaluation by Trainer fills its last batches up."
+    "default, or drop_last=True, or stop before."
 )

@@ -15,11 +15,13 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import TrainerCallback
 
 from hf_ring_attn import errors
-from hf_ring_attn.integration.hosts.uneven_batches import ends_unequally, unequal_counts
+from hf_ring_attn.integration.hosts.uneven_batches import unequal_counts
 from tests.helpers.jobs.accelerate_batches import model
-from tests.helpers.jobs.comparison import Ranks, assert_equal_runs
+from tests.helpers.jobs.comparison import Ranks, assert_equal_runs, assert_trains_as_without_ring
+from tests.helpers.jobs.plain_jobs import told
 from tests.helpers.jobs.runs import Mesh, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusal_of, train, trainer_of
 
@@ -27,11 +29,17 @@ RINGS = Mesh(dp=2, cp=2)
 UNEVEN: dict[str, Any] = {"accelerator_config": {"even_batches": False}}
 
 
-def trained_rows(count: int, arguments: dict[str, Any]) -> tuple[str, int]:
+class Between(TrainerCallback):
+    """A program's own, for which gradients are averaged after each batch."""
+
+    def on_substep_end(self, *_given: Any, **_named: Any) -> None: ...
+
+
+def trained_rows(count: int, arguments: dict[str, Any], **more: Any) -> tuple[str, int]:
     """The refusal, and the steps until then, of a Trainer with two rows a batch."""
     run = Run(why="", rows=Rows(count=count), arguments={"eval_strategy": "no", **UNEVEN, **arguments})
     with launched(RINGS), a_folder(None) as folder:
-        return refusal_of(trainer_of(run, RINGS, folder))
+        return refusal_of(trainer_of(run, RINGS, folder, **more))
 
 
 @pytest.mark.parametrize(
@@ -57,6 +65,43 @@ def test_training_that_no_ring_lacks_a_batch_for_is_not_refused(
     for said, steps in ranks(4).run(trained_rows, count, options):
         assert said == ""
         assert steps == wanted
+
+
+IN_STEPS: dict[str, Any] = {
+    **UNEVEN, "gradient_accumulation_steps": 2, "include_num_input_tokens_seen": "no", "eval_strategy": "no"
+}  # fmt: skip
+"""Five rows are a step of two batches in one ring, and of one batch in the other."""
+
+
+@pytest.mark.parametrize("more", [{}, {"average_tokens_across_devices": False}], ids=str)
+def test_a_step_with_a_batch_less_in_one_ring_is_that_of_processes(ranks: Ranks, more: dict[str, Any]) -> None:
+    """It was refused."""
+    assert_trains_as_without_ring(ranks, Run(why="", rows=Rows(count=5), arguments={**IN_STEPS, **more}), RINGS)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"include_num_input_tokens_seen": "all"}, {}),
+        ({"max_steps": -1, "gradient_accumulation_steps": 1}, {}),
+        ({}, {"callbacks": [Between()]}),
+    ],
+    ids=["tokens counted", "a step less", "code between batches"],
+)
+def test_rings_that_meet_at_each_batch_are_refused(ranks: Ranks, change: dict[str, Any], why: dict[str, Any]) -> None:
+    for said, steps in ranks(4).run(trained_rows, 5, {**IN_STEPS, **change}, **why):
+        assert said.startswith("UnevenBatches")
+        assert steps == 0
+
+
+def lines_of_trainer() -> list[str]:
+    run = Run(why="", steps=0, evaluated=Rows(count=5), arguments=UNEVEN)
+    return told(lambda: train(run, RINGS))
+
+
+def test_an_evaluation_by_trainer_is_not_warned_of(ranks: Ranks) -> None:
+    """It said that a ring would wait."""
+    assert [line for lines in ranks(4).run(lines_of_trainer) for line in lines if "even_batches" in line] == []
 
 
 @pytest.mark.parametrize("count", [5, 7])
@@ -85,6 +130,19 @@ def test_a_loop_gathers_unequal_rows(ranks: Ranks, split: bool) -> None:
         assert [row for rows in got for row in rows] == torch.arange(14).view(7, 2).tolist()
 
 
+def gathered_until_refused(count: int, objects: bool) -> str:
+    with launched(RINGS):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        loader = DataLoader(torch.arange(count), batch_size=2)  # type: ignore[arg-type, var-annotated]
+        _, prepared = accelerator.prepare(model(), loader)
+        try:
+            for rows in prepared:
+                accelerator.gather_for_metrics(rows.tolist() if objects else rows, use_gather_object=objects)
+        except errors.UnevenBatches as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
 def is_what_was_sent() -> bool:
     with launched(Mesh(cp=2)):
         accelerator = Accelerator(cpu=True)
@@ -105,11 +163,13 @@ def test_gathered_logits_are_not_copied(ranks: Ranks) -> None:
     assert ranks(2).run(is_what_was_sent) == [True, True]
 
 
-def test_a_loop_that_gathers_at_the_end_of_a_rings_batches_is_refused() -> None:
-    given = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
-    loader = DataLoader(range(5), batch_sampler=BatchSamplerShard(given, 2, 1, even_batches=False))  # type: ignore[arg-type, var-annotated]
-    with pytest.raises(errors.UnevenBatches):
-        ends_unequally(loader)
+@pytest.mark.parametrize("objects", [False, True], ids=["tensors", "objects"])
+def test_a_loop_that_gathers_at_the_end_of_a_rings_batches_is_refused_on_every_rank(
+    ranks: Ranks, objects: bool
+) -> None:
+    """The ring that ended first was told, and the others waited for it."""
+    for said in ranks(4).run(gathered_until_refused, 5, objects):
+        assert said.startswith("UnevenBatches: with even_batches=False some rings get more batches (2) than others (1)")
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
