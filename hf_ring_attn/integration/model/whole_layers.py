@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ... import errors
+from ...comm.ring import Ring
 from ...layers.halo import ALL, Piece, RowShare
 from ...layers.whole_documents import compute_on_whole_documents
 from ...traffic.gathered_kv import is_recomputing
@@ -155,15 +157,20 @@ class OnWholeDocuments(OwnForward):
         searched: list[Any] = given
         if isinstance(self.module, nn.RNNBase):
             searched = [args[0] if args else kwargs.get("input")]
+        ran = _RAN[self.module]
+        bare = ran.without_rows(given, {*map(id, searched)}, rows)
         tokens: dict[int, Tensor] = {
-            id(x): x for x in searched if is_of_tokens(x, rows) and not self.is_of_pairs(x, rows)
+            id(x): x[None] if id(x) in bare else x
+            for x in searched
+            if id(x) in bare or (is_of_tokens(x, rows) and not self.is_of_pairs(x, rows))
         }
-        if not _RAN[self.module].knows(given, tokens, rows.layout.local_length):
+        if not ran.knows(given, tokens, rows.layout.local_length):
             raise errors.UnsupportedModel(name, [_BY_CHANCE])
 
         attributes = DocumentAttributes(self.module)
 
         def compute(whole: list[Tensor], of: Piece) -> Any:
+            whole = [x[0] if number in bare else x for number, x in zip(tokens, whole, strict=True)]
             theirs = {**self._states(given, of), **dict(zip(tokens, whole, strict=True))}
             whole_length = of.stop - of.start
 
@@ -250,6 +257,29 @@ class _Runs:
             elif isinstance(x, Tensor):
                 self.others.setdefault(place, set()).add(length)
         return True
+
+    def without_rows(self, given: list[Any], searched: set[int], rows: RowShare) -> set[int]:
+        """The identities of inputs of tokens that have no axis of rows, [T] or [T, ...], as positions may be.
+
+        Something else may have as many entries, as many heads. That is the same on all ranks of a ring, which hold
+        other tokens; so they compare what was not of tokens before, with a message.
+        """
+        found, length = set[int](), rows.layout.local_length
+        for index, x in enumerate(given):
+            if id(x) not in searched or not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
+                continue
+            if x.shape[:1] != (length,) or is_of_tokens(x, rows):
+                continue
+            known = (len(given), index) in self.of_tokens
+            if known or (x.shape[-2:] != (length, length) and _differs(x, rows.ring)):  # that would be of pairs
+                found.add(id(x))
+        return found
+
+
+def _differs(x: Tensor, ring: Ring) -> bool:
+    """Returns True if ranks hold different tensors, on every rank. One rank alone cannot know: True, too."""
+    parts = ring.gather(x.detach(), "compared an input of a layer on whole rows").wait()[0]
+    return ring.size == 1 or not all(torch.equal(part, parts[0]) for part in parts[1:])
 
 
 _RAN: weakref.WeakKeyDictionary[nn.Module, _Runs] = weakref.WeakKeyDictionary()

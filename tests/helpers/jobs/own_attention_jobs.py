@@ -30,13 +30,20 @@ class Averaging(LlamaAttention):
         self.gate = nn.Linear(WIDTH, WIDTH)
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, shared: Any = None, table: Any = None, **_: Any
-    ) -> Any:  # as layers call it
+        self, hidden_states: Tensor, attention_mask: Any = None, shared: Any = None, table: Any = None,
+        angles: Any = None, places: Any = None, heads: Any = None, **_: Any,
+    ) -> Any:  # as layers call it  # fmt: skip
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
         q, k, v = (x(hidden_states).view(shape).transpose(1, 2) for x in (self.q_proj, self.k_proj, self.v_proj))
         k = k + k.cumsum(2) / torch.arange(1, k.shape[2] + 1, dtype=k.dtype)[:, None]
         if shared is not None:
             k = shared.setdefault("keys", k) + k  # those of the first layer
+        if angles is not None:
+            k = k * (1 + angles)
+        if places is not None:
+            v = v * (1 + places.to(v.dtype).sin()[:, None])
+        if heads is not None:
+            q = q * heads[:, None, None]
         if table is not None:
             v = v * (1 + table.to(v.dtype).mean(-1).sin()[..., None])
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
@@ -160,6 +167,14 @@ def of_pairs(make: Callable[[Tensor], Tensor], around: Any, x: Tensor, **kwargs:
     return found
 
 
+def without_batch_axis(around: Any, x: Tensor, **kwargs: Any) -> Tensor:
+    """As models without padding pass RoPE: [T, D], and positions [T]; and a number for each head."""
+    angles, heads = kwargs["position_embeddings"][0][0], torch.arange(around.attention.config.num_attention_heads)
+    places = kwargs["position_ids"][0]
+    found: Tensor = around.attention(x, angles=angles, places=places, heads=1 + heads.to(x.dtype), **kwargs)[0]
+    return found
+
+
 Kind = tuple[type[Averaging], Callable[..., Tensor]]
 EXACT: dict[str, Kind] = {
     "keys": (Averaging, plain),
@@ -167,6 +182,7 @@ EXACT: dict[str, Kind] = {
     "a gate beside tokens": (Gated, gated),
     "distances": (Averaging, partial(of_pairs, lambda x: x)),
     "a parent's forward": (Inheriting, plain),
+    "no batch axis": (Averaging, without_batch_axis),
     "its own attribute": (Counting, plain),
     "a module of dropout": (WithModule, plain),
 }

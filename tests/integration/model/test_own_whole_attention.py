@@ -37,6 +37,14 @@ def test_documents(ranks: Ranks, kind: str, batch: Batch) -> None:
     assert max(ranks(2).run(jobs.away, kind, [batch])) < EXACT
 
 
+@pytest.mark.parametrize("self_check", [True, False], ids=["checked", "unchecked"])
+def test_tokens_without_an_axis_of_rows(ranks: Ranks, self_check: bool) -> None:
+    """They were refused as a bug of this package. A rank has as many tokens as there are heads, and as RoPE's width."""
+    lengths = (7, 23, 15)
+    assert max(ranks(2).run(jobs.away, "no batch axis", [tokens(length) for length in lengths], self_check)) < EXACT
+    assert max(ranks(4).run(jobs.away, "no batch axis", [tokens(23)], False)) < EXACT
+
+
 @pytest.mark.parametrize("kind", jobs.SHARING)
 def test_what_each_document_writes_for_itself_is_refused(ranks: Ranks, kind: str) -> None:
     """Documents of equal length took the last one's choice, silently."""
