@@ -270,6 +270,17 @@ class MaskIsNoTensor(Refused, AttributeError):
         )
 
 
+class StatesLeftOut(Refused, AttributeError):
+    """States of a vision tower were used, of which each rank has those of its own images."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__(
+            f"states of the vision tower were used ({use.strip()}), but each rank computed its own images, and only "
+            "pooler_output and deepstack_features were gathered. Take pooler_output. Or read the states in a forward "
+            "hook on the tower (register_forward_hook): beside a hook of your own every rank computes all images."
+        )
+
+
 class UnsupportedArgument(Refused):
     def __init__(self, module: str, name: str, why: str, call: str = "called attention with") -> None:
         super().__init__(f"{module} {call} {name}: {why}.")

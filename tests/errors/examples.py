@@ -61,6 +61,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "SelfCheckRowFailed": [{"error": "OutOfMemoryError: CUDA out of memory"}],
     "LayerWithoutSpec": [{"got": "Tensor"}, {"got": "nothing"}],
     "MaskIsNoTensor": [{"use": ".shape"}],
+    "StatesLeftOut": [{"use": ".mean"}],
     "UnsupportedArgument": [
         {
             "module": "a model", "name": "a cache", "call": "was called with",

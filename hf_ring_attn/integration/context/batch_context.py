@@ -66,16 +66,18 @@ def live_batches() -> list[BatchContext]:
 class Opaque:
     """Refuses all tensor operations: arithmetic, indexing, torch's functions, a tensor's attributes."""
 
+    refusal: type[errors.MaskIsNoTensor | errors.StatesLeftOut] = errors.MaskIsNoTensor
+
     def __getattr__(self, name: str) -> NoReturn:
         # hasattr() must return False, so the refusal is an AttributeError, too.
-        raise errors.MaskIsNoTensor(f".{name}")
+        raise self.refusal(f".{name}")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise errors.MaskIsNoTensor(f" in {getattr(function, '__name__', function)}()")
+        raise cls.refusal(f" in {getattr(function, '__name__', function)}()")
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise errors.MaskIsNoTensor(" in arithmetic or indexing")
+        raise self.refusal(" in arithmetic or indexing")
 
     def __getitem__(self, index: Any) -> Any:
         """Returns itself for a full slice, as Gemma 4 takes before its layers with shared keys."""

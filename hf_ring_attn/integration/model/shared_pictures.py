@@ -1,19 +1,23 @@
 """Pictures of a row: each rank computes the features of some of them, and every rank gets all features.
 
-transformers' models make features in a method, `get_image_features` or `get_video_features`. In a sharded batch that
-trains it gets the pictures of this rank: as many on every rank, since FSDP2 gathers a tower's weights for each call.
-Its `pooler_output` and `deepstack_features` are gathered. States of the tower's layers are left out, which models read
-only inside of the method. The gradient of a tower's weights is then that of these pictures for the losses of all ranks.
-Where every rank computes all pictures, it is that of all of them for this rank's loss. Added up, both are the same.
+transformers' models make features in a method, `get_image_features` or `get_video_features`. Where the model's forward
+calls it in a sharded batch that trains, it gets the pictures of this rank: as many on every rank, since FSDP2 gathers a
+tower's weights for each call. A single picture takes the same way: all rings must call a tower equally often.
+Its `pooler_output` and `deepstack_features` are gathered. States of the tower's layers are left out (`LeftOut`).
 
-Each rank computes all pictures where one may depend on the others or on chance (batch norms, dropout), where pictures
-cannot be told apart in what the method gets or returns, and outside of training.
+The gradient of a tower's weights is then that of these pictures for the losses of all ranks. Where every rank computes
+all pictures, it is that of all of them for this rank's loss. Added up, both are the same.
+
+Each rank computes all pictures where one may depend on the others or on chance (batch norms, dropout), where the
+program has hooks or classes of its own before the text model, which may look at all pictures, where pictures cannot be
+told apart in what the method gets or returns, and outside of training.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -22,47 +26,102 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ... import errors
 from ...comm.ring import Ring
 from ...layers.collectives import gather_parts
 from ..context import batch_context
-from ..context.batch_context import BatchContext
+from ..context.batch_context import BatchContext, Opaque
+from ..context.introspect import inner_text_model
 from ..context.model_record import latest_record
+from ..context.program_states import is_of_program
 from ..context.ring_random import Draws
-from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import LOSS_INPUTS
 from ..patching.compiler import uncompiled
-from ..patching.modules import replace
+from ..patching.modules import attach, attached, hooks_of, replace
 
 METHODS = {
     "get_image_features": ("pixel_values", "image_grid_thw"),
     "get_video_features": ("pixel_values_videos", "video_grid_thw"),
 }
 """Methods that make features; their argument of pixels, and that of the patches of each picture [N, 3]."""
+OF_EACH = {
+    *(grid for _, grid in METHODS.values()), "image_sizes", "image_position_ids", "image_merge_sizes",
+    "video_merge_sizes", "high_res_pixel_values", "pixel_mask", "pixel_attention_mask", "spatial_shapes",
+    "qformer_input_ids", "qformer_attention_mask",
+}  # fmt: skip
+"""Their other arguments with an entry for each picture."""
+OF_ALL = {"vision_feature_layer"}
+"""Those that may be a list, and are the same for all pictures."""
 STATES = "last_hidden_state", "hidden_states", "attentions"
 """Fields with states of the tower's layers."""
 GATHERED = "pooler_output", "deepstack_features"
 _DOING = "gathered features of pictures"
 
 
+class LeftOut(Opaque):
+    """Stands for states of the tower's layers, which this rank has of its own pictures only. Refuses every use."""
+
+    refusal = errors.StatesLeftOut
+
+
+class _Callers(list[nn.Module | None]):
+    """The models whose forwards run in this batch, innermost last; None while one of their methods makes features."""
+
+
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Replaces the methods of ``model`` that make features of pictures."""
     if context.text is None or context.whole_head or context.ring.size == 1:
         return
-    for path, name in latest_record(model).once(_makers, model):
+    makers, is_plain = latest_record(model).once(_makers, model)
+    for path, name in makers:
         module = model.get_submodule(path)
-        if name not in module.__dict__:  # else ours, or the program's
+        if not is_plain:
+            for handle in attached(module, name):
+                handle.remove()
+        elif name not in module.__dict__:  # else ours, or the program's
             replace(module, name, _Features(module, name))
+            attach(module, "features", _enter, _leave)
 
 
-def _makers(model: nn.Module) -> list[tuple[str, str]]:
-    """The modules with such methods, by their paths; an outer one calls that of a module inside."""
-    return [
+def _makers(model: nn.Module) -> tuple[list[tuple[str, str]], bool]:
+    """The modules with such methods, by their paths, and if all before the text model is of installed packages.
+
+    An outer one calls that of a module inside. A class of the program, a hook or a forward that it set may look at all
+    pictures of a call: at statistics, or for a loss of its own.
+    """
+    makers = [
         (path, name)
         for path, module in model.named_modules()
         for name in METHODS
         if hasattr(type(module), name)
         and not any(hasattr(type(inner), name) for inner in module.modules() if inner is not module)
     ]
+    text = inner_text_model(model)
+    of_text = set() if text is None else set(text.modules())
+    roots = dict.fromkeys(model.get_submodule(path) for path, _ in makers)
+    parts = dict.fromkeys(part for root in roots for part in root.modules() if part not in of_text)
+    owners: list[Any] = [hook for part in parts if part not in roots for hook in hooks_of(part)]
+    kinds: list[Any] = list(dict.fromkeys(map(type, parts)))
+    owners += [owner for kind in kinds for owner in (*kind.__mro__, kind.forward)]
+    owners += [getattr(type(model.get_submodule(path)), name) for path, name in makers]
+    return makers, not any(map(_is_of_program, owners))
+
+
+def _is_of_program(owner: Any) -> bool:
+    while isinstance(owner, partial):
+        owner = owner.func
+    return is_of_program(getattr(owner, "__module__", None))
+
+
+def _enter(module: nn.Module, _args: Any, _kwargs: Any) -> None:
+    if (context := batch_context.current()) is not None:
+        context.state(_Callers).append(module)
+
+
+def _leave(module: nn.Module, _args: Any, _output: Any) -> None:
+    context = batch_context.current()
+    if context is not None and context.state(_Callers)[-1:] == [module]:
+        context.state(_Callers).pop()
 
 
 class Pictures(NamedTuple):
@@ -97,10 +156,10 @@ def pictures_in(named: Mapping[str, Any], values: str, grid: str) -> Pictures | 
         return None  # a row of empty pictures, which models leave out: a rank would have none
     beside = []
     for name, x in named.items():
-        if name not in {values, *LOSS_INPUTS} and next(tensors_of(x), None) is not None:
-            if not isinstance(x, Tensor) or (x.ndim and len(x) != len(sizes)):
+        if name not in {values, *LOSS_INPUTS, *OF_ALL} and not isinstance(x, bool | int | float | str | None):
+            if name not in OF_EACH or not isinstance(x, Tensor) or len(x) != len(sizes):
                 return None
-            beside += [name] * (x.ndim > 0)
+            beside.append(name)
     return Pictures(sizes, values, beside, apart=not packed and pixels.ndim in (3, 4))
 
 
@@ -121,8 +180,8 @@ def gathered(mine: Any, hands: list[list[int]], apart: bool, ring: Ring) -> Any:
         hands: the pictures of each rank. apart: see `Pictures`.
 
     Returns:
-        The features of all pictures in order; of an output of transformers those fields that models read. None: they
-        cannot be told apart in ``mine``.
+        The features of all pictures in order; in an output of transformers `LeftOut` for states. None: they cannot be
+        told apart in ``mine``.
     """
     known = isinstance(mine, Mapping)
     if known and not set(mine) <= {*GATHERED, *STATES}:
@@ -133,8 +192,8 @@ def gathered(mine: Any, hands: list[list[int]], apart: bool, ring: Ring) -> Any:
     order = [places[picture] for picture in range(count)]
     if isinstance(features, Tensor) and apart and features.ndim > 2 and len(features) == each and deep is None:
         whole: Any = gather_parts(features, ring).flatten(0, 1)[order]
-        return type(mine)(pooler_output=whole) if known else whole
-    if not known or not _is_of_each(features, each) or not (deep is None or isinstance(deep, list | tuple)):
+        return _output_like(mine, pooler_output=whole) if known else whole
+    if not known or not _is_of_each(features, each) or not _are_alike(deep, features):
         return None
 
     device = features[0].device
@@ -150,13 +209,31 @@ def gathered(mine: Any, hands: list[list[int]], apart: bool, ring: Ring) -> Any:
         return gather_parts(x, ring).flatten(0, 1)[rows]
 
     more = {} if deep is None else {"deepstack_features": [whole_of(x) for x in deep]}
-    return type(mine)(pooler_output=whole_of(features), **more)
+    return _output_like(mine, pooler_output=whole_of(features), **more)
+
+
+def _output_like(mine: Any, **features: Any) -> Any:
+    """An output of transformers with these features, whose states are left out."""
+    return type(mine)(**{name: LeftOut() for name in STATES if mine.get(name) is not None}, **features)
 
 
 def _is_of_each(features: Any, count: int) -> bool:
-    """Returns True for a tensor of each picture."""
-    tensors = isinstance(features, list | tuple) and all(isinstance(x, Tensor) for x in features)
-    return tensors and len(features) == count
+    """Returns True for the tokens [M, width] of each picture."""
+    of_tokens = isinstance(features, list | tuple) and all(isinstance(x, Tensor) and x.ndim == 2 for x in features)
+    return of_tokens and len(features) == count
+
+
+def _are_alike(deep: Any, features: Sequence[Tensor]) -> bool:
+    """Returns True for nothing, or for a list of features of as many tokens, each of all pictures or by pictures."""
+    lengths = [len(x) for x in features]
+    return deep is None or (
+        isinstance(deep, list | tuple)
+        and all(
+            (isinstance(x, Tensor) and x.ndim == 2 and len(x) == sum(lengths))
+            or (_is_of_each(x, len(lengths)) and [len(part) for part in x] == lengths)
+            for x in deep
+        )
+    )
 
 
 class _Features:
@@ -171,9 +248,23 @@ class _Features:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = batch_context.current()
-        if self.alone or context is None or not context.before_text or context.ring.size == 1:
+        if context is None or self.alone or not self.module.training or not self._shares(context):
             return self._own(*args, **kwargs)
-        return self._shared(context.ring, args, kwargs)
+        dealt_out = self._dealt(context.ring, args, kwargs)
+        if dealt_out is None:
+            return self._own(*args, **kwargs)
+        pictures, hands, mine = dealt_out
+        callers, draws = context.state(_Callers), Draws()
+        callers.append(None)  # one method may call the other
+        try:
+            found = self._gathered(self._own(**mine), hands, pictures.apart, context.ring, draws)
+            return self._own(*args, **kwargs) if found is None else found
+        finally:
+            callers.pop()
+
+    def _shares(self, context: BatchContext) -> bool:
+        """Returns True if the model's own forward calls, and not the program, which may do so on one rank."""
+        return context.ring.size > 1 and context.before_text and context.state(_Callers)[-1:] == [self.module]
 
     @property
     def _own(self) -> Any:
@@ -181,19 +272,24 @@ class _Features:
         return getattr(type(self.module), self.name).__get__(self.module)
 
     @uncompiled("pictures are dealt to ranks between graphs")
-    def _shared(self, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dealt(
+        self, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Pictures, list[list[int]], dict[str, Any]] | None:
+        """The pictures of a call, those of each rank, and this rank's arguments; None: all ranks compute all."""
         named = {**inspect.signature(self._own).bind_partial(*args).arguments, **kwargs}
         pictures = pictures_in(named, *METHODS[self.name])
-        if pictures is None or len(pictures.sizes) < 2 or not self.module.training or self._has_batch_norm():
-            return self._own(*args, **kwargs)
+        if pictures is None or not pictures.sizes or self._has_batch_norm():
+            return None
         hands = dealt(pictures.sizes, ring.size)
-        draws = Draws()
-        mine = self._own(**pictures.taken(named, hands[ring.rank]))
-        found = None if draws.drew() else gathered(mine, hands, pictures.apart, ring)
+        return pictures, hands, pictures.taken(named, hands[ring.rank])
+
+    @uncompiled("features are gathered between graphs")
+    def _gathered(self, mine: Any, hands: list[list[int]], apart: bool, ring: Ring, draws: Draws) -> Any:
+        """The features of all pictures; None if they cannot be shared, and random numbers are as before."""
+        found = None if draws.drew() else gathered(mine, hands, apart, ring)
         if found is None:
             self.alone = True
             draws.restore()
-            return self._own(*args, **kwargs)
         return found
 
     def _has_batch_norm(self) -> bool:
