@@ -103,11 +103,11 @@ def _makers(model: nn.Module) -> tuple[list[tuple[str, str]], bool]:
     owners: list[Any] = [hook for part in parts if part not in roots for hook in hooks_of(part)]
     kinds: list[Any] = list(dict.fromkeys(map(type, parts)))
     owners += [owner for kind in kinds for owner in (*kind.__mro__, kind.forward)]
-    owners += [getattr(type(model.get_submodule(path)), name) for path, name in makers]
     return makers, not any(map(_is_of_program, owners))
 
 
 def _is_of_program(owner: Any) -> bool:
+    """Returns True for a class or a function of the program."""
     while isinstance(owner, partial):
         owner = owner.func
     return is_of_program(getattr(owner, "__module__", None))
@@ -236,6 +236,19 @@ def _are_alike(deep: Any, features: Sequence[Tensor]) -> bool:
     )
 
 
+class _Share(NamedTuple):
+    """A rank's share of a call.
+
+    Attributes:
+        named: its arguments. hands: the pictures of each rank. apart: see `Pictures`. draws: random numbers before it.
+    """
+
+    named: dict[str, Any]
+    hands: list[list[int]]
+    apart: bool
+    draws: Draws
+
+
 class _Features:
     """A method of a model that makes features of pictures.
 
@@ -250,14 +263,13 @@ class _Features:
         context = batch_context.current()
         if context is None or self.alone or not self.module.training or not self._shares(context):
             return self._own(*args, **kwargs)
-        dealt_out = self._dealt(context.ring, args, kwargs)
-        if dealt_out is None:
+        share = self._share(context.ring, args, kwargs)
+        if share is None:
             return self._own(*args, **kwargs)
-        pictures, hands, mine = dealt_out
-        callers, draws = context.state(_Callers), Draws()
+        callers = context.state(_Callers)
         callers.append(None)  # one method may call the other
         try:
-            found = self._gathered(self._own(**mine), hands, pictures.apart, context.ring, draws)
+            found = self._gathered(self._own(**share.named), share, context.ring)
             return self._own(*args, **kwargs) if found is None else found
         finally:
             callers.pop()
@@ -272,24 +284,22 @@ class _Features:
         return getattr(type(self.module), self.name).__get__(self.module)
 
     @uncompiled("pictures are dealt to ranks between graphs")
-    def _dealt(
-        self, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Pictures, list[list[int]], dict[str, Any]] | None:
-        """The pictures of a call, those of each rank, and this rank's arguments; None: all ranks compute all."""
+    def _share(self, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Share | None:
+        """This rank's share of a call; None: all ranks compute all pictures."""
         named = {**inspect.signature(self._own).bind_partial(*args).arguments, **kwargs}
         pictures = pictures_in(named, *METHODS[self.name])
-        if pictures is None or not pictures.sizes or self._has_batch_norm():
+        if pictures is None or not pictures.sizes or self._has_batch_norm() or _is_of_program(self._own):
             return None
         hands = dealt(pictures.sizes, ring.size)
-        return pictures, hands, pictures.taken(named, hands[ring.rank])
+        return _Share(pictures.taken(named, hands[ring.rank]), hands, pictures.apart, Draws())
 
     @uncompiled("features are gathered between graphs")
-    def _gathered(self, mine: Any, hands: list[list[int]], apart: bool, ring: Ring, draws: Draws) -> Any:
+    def _gathered(self, mine: Any, share: _Share, ring: Ring) -> Any:
         """The features of all pictures; None if they cannot be shared, and random numbers are as before."""
-        found = None if draws.drew() else gathered(mine, hands, apart, ring)
+        found = None if share.draws.drew() else gathered(mine, share.hands, share.apart, ring)
         if found is None:
             self.alone = True
-            draws.restore()
+            share.draws.restore()
         return found
 
     def _has_batch_norm(self) -> bool:
