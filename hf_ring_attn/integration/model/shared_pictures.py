@@ -279,16 +279,21 @@ class _Features:
         return context.ring.size > 1 and context.before_text and context.state(_Callers)[-1:] == [self.module]
 
     @property
-    def _own(self) -> Any:
-        """The class's method as of now, which a program may have changed since."""
-        return getattr(type(self.module), self.name).__get__(self.module)
+    def _of_class(self) -> Any:
+        """The class's function as of now, which a program may have changed since."""
+        return getattr(type(self.module), self.name)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        # Not by a bound method: after a graph break torch.compile looks it up on the module, and finds this object.
+        return self._of_class(self.module, *args, **kwargs)
 
     @uncompiled("pictures are dealt to ranks between graphs")
     def _share(self, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Share | None:
         """This rank's share of a call; None: all ranks compute all pictures."""
-        named = {**inspect.signature(self._own).bind_partial(*args).arguments, **kwargs}
+        _, *names = inspect.signature(self._of_class).parameters
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
         pictures = pictures_in(named, *METHODS[self.name])
-        if pictures is None or not pictures.sizes or self._has_batch_norm() or _is_of_program(self._own):
+        if pictures is None or not pictures.sizes or self._has_batch_norm() or _is_of_program(self._of_class):
             return None
         hands = dealt(pictures.sizes, ring.size)
         return _Share(pictures.taken(named, hands[ring.rank]), hands, pictures.apart, Draws())
