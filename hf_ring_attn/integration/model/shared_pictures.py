@@ -283,6 +283,11 @@ class _Features:
         """The class's function as of now, which a program may have changed since."""
         return getattr(type(self.module), self.name)
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the method: `generate` hands it the arguments that it names."""
+        return inspect.signature(self._of_class.__get__(self.module))
+
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         # Not by a bound method: after a graph break torch.compile looks it up on the module, and finds this object.
         return self._of_class(self.module, *args, **kwargs)
@@ -290,8 +295,7 @@ class _Features:
     @uncompiled("pictures are dealt to ranks between graphs")
     def _share(self, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Share | None:
         """This rank's share of a call; None: all ranks compute all pictures."""
-        _, *names = inspect.signature(self._of_class).parameters
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        named = {**self.__signature__.bind_partial(*args).arguments, **kwargs}
         pictures = pictures_in(named, *METHODS[self.name])
         if pictures is None or not pictures.sizes or self._has_batch_norm() or _is_of_program(self._of_class):
             return None

@@ -210,6 +210,26 @@ def test_states_of_a_tower_are_refused_in_an_output(ranks: Ranks) -> None:
         assert features == (4,) * 5
 
 
+def generated(batch: Batch, name: str, attention: str | None) -> list[int]:
+    """What a model generates about the pictures of a row, in a ring after a batch that trains."""
+    model = ready(Step(why="", model=name), attention)
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    if attention is not None:
+        model.train()
+        with (sharded := hf_ring_attn.shard(batch)):
+            model(**sharded.inputs)
+    with torch.no_grad():
+        tokens: list[int] = model.eval().generate(**inputs, max_new_tokens=4, do_sample=False)[0, -4:].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("model", ["gemma3 vision", "qwen2.5 vision"])
+def test_a_model_generates_between_batches(ranks: Ranks, model: str) -> None:
+    """transformers computes features beforehand, by the method's named arguments: "You cannot specify both ..."."""
+    batch = one_row(model, 3)
+    assert ranks(2).run(generated, batch, model, "ring_fp32") == [generated(batch, model, None)] * 2
+
+
 def compiled_parts(batch: Batch, name: str) -> tuple[int, list[float]]:
     """How many convolutions a compiler saw in training, and the losses of the row in training and in evaluation."""
     model = ready(Step(why="", model=name), "ring_fp32").train()
