@@ -269,7 +269,7 @@ class _Features:
         callers = context.state(_Callers)
         callers.append(None)  # one method may call the other
         try:
-            found = self._gathered(self._own(**share.named), share, context.ring)
+            found = self._gathered(self._own(**share.named), share, context)
             return self._own(*args, **kwargs) if found is None else found
         finally:
             callers.pop()
@@ -303,12 +303,14 @@ class _Features:
         return _Share(pictures.taken(named, hands[ring.rank]), hands, pictures.apart, Draws())
 
     @uncompiled("features are gathered between graphs")
-    def _gathered(self, mine: Any, share: _Share, ring: Ring) -> Any:
+    def _gathered(self, mine: Any, share: _Share, context: BatchContext) -> Any:
         """The features of all pictures; None if they cannot be shared, and random numbers are as before."""
-        found = None if share.draws.drew() else gathered(mine, share.hands, share.apart, ring)
+        found = None if share.draws.drew() else gathered(mine, share.hands, share.apart, context.ring)
         if found is None:
             self.alone = True
             share.draws.restore()
+        else:
+            context.log.features.add("images shared")
         return found
 
     def _has_batch_norm(self) -> bool:

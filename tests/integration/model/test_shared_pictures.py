@@ -113,6 +113,7 @@ def told_apart(batch: Batch, name: str, change: str) -> list[int]:
     for _ in range(2):
         with (sharded := hf_ring_attn.shard(batch, config=hf_ring_attn.RingConfig(self_check=False))):
             model(**sharded.inputs)
+        assert ("images shared" in sharded.context.log.features) == (rows()[-1] < len(batch["pixel_values"]))
     return rows()
 
 
