@@ -158,12 +158,12 @@ class OnWholeDocuments(OwnForward):
         if isinstance(self.module, nn.RNNBase):
             searched = [args[0] if args else kwargs.get("input")]
         ran = _RAN[self.module]
-        bare = ran.without_rows(given, {*map(id, searched)}, rows)
         tokens: dict[int, Tensor] = {
-            id(x): x[None] if id(x) in bare else x
-            for x in searched
-            if id(x) in bare or (is_of_tokens(x, rows) and not self.is_of_pairs(x, rows))
+            id(x): x for x in searched if is_of_tokens(x, rows) and not self.is_of_pairs(x, rows)
         }
+        # Only beside them: a layer that gets nothing else may look along features, with tokens in place of rows.
+        bare = ran.without_rows(given, {*map(id, searched)}, rows) if tokens else set()
+        tokens |= {id(x): x[None] for x in searched if id(x) in bare}
         if not ran.knows(given, tokens, rows.layout.local_length):
             raise errors.UnsupportedModel(name, [_BY_CHANCE])
 
