@@ -252,6 +252,7 @@ def compiled_parts(batch: Batch, name: str) -> tuple[int, list[float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.turns
 def test_a_tower_is_compiled_with_its_model(ranks: Ranks) -> None:
     """It was left out. And a compiler that makes a bound method anew looked up ours, which called itself for ever."""
     batch = one_row("qwen3 vision", 1)
