@@ -37,7 +37,7 @@ from ..context.program_states import is_of_program
 from ..context.ring_random import Draws
 from ..context.whole_batch import LOSS_INPUTS
 from ..patching.compiler import uncompiled
-from ..patching.modules import attach, attached, hooks_of, replace
+from ..patching.modules import HOOKS, attach, attached, hooks_of, is_ours, replace
 
 METHODS = {
     "get_image_features": ("pixel_values", "image_grid_thw"),
@@ -111,6 +111,12 @@ def _is_of_program(owner: Any) -> bool:
     while isinstance(owner, partial):
         owner = owner.func
     return is_of_program(getattr(owner, "__module__", None))
+
+
+def _watches_all_modules() -> bool:
+    """Returns True if the program has a hook on all modules, as by `register_module_forward_hook`."""
+    tables = (getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS)
+    return any(not is_ours(hook) and _is_of_program(hook) for table in tables for hook in table.values())
 
 
 def _enter(module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -297,7 +303,9 @@ class _Features:
         """This rank's share of a call; None: all ranks compute all pictures."""
         named = {**self.__signature__.bind_partial(*args).arguments, **kwargs}
         pictures = pictures_in(named, *METHODS[self.name])
-        if pictures is None or not pictures.sizes or self._has_batch_norm() or _is_of_program(self._of_class):
+        if pictures is None or not pictures.sizes or self._has_batch_norm():
+            return None
+        if _is_of_program(self._of_class) or _watches_all_modules():
             return None
         hands = dealt(pictures.sizes, ring.size)
         return _Share(pictures.taken(named, hands[ring.rank]), hands, pictures.apart, Draws())

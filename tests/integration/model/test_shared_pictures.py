@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.gemma3.modeling_gemma3 import Gemma3CausalLMOutputWithPast
 
 import hf_ring_attn
@@ -165,11 +166,16 @@ def seen_by_program(batch: Batch, name: str, way: str) -> tuple[list[int], list[
         maker.vision_tower.register_forward_hook(lambda _m, _x, output: seen.append(len(output.last_hidden_state)))
     elif way == "class":
         maker.__class__ = type("Mine", (type(maker),), {"__module__": __name__, "get_image_features": noting(seen)})
+    elif way == "hook on all modules":
+        tower = maker.vision_tower
+        note = register_module_forward_hook(lambda m, _x, out: seen.append(len(out[0])) if m is tower else None)
     for _ in range(2):
         with (sharded := hf_ring_attn.shard(batch, config=hf_ring_attn.RingConfig(self_check=False))):
             if way == "call" and sharded.ring.rank == 1:
                 seen.append(len(maker.get_image_features(batch["pixel_values"]).last_hidden_state))
             model(**sharded.inputs)
+    if way == "hook on all modules":
+        note.remove()
     return seen, rows()
 
 
@@ -187,11 +193,12 @@ def noting(seen: list[int]) -> Callable[..., Any]:
     [
         ("hook", [([5, 5], [5, 5])] * 2),
         ("class", [([5, 5], [5, 5])] * 2),
+        ("hook on all modules", [([5, 5], [5, 5])] * 2),
         ("call", [([], [3, 3]), ([5, 5], [5, 3, 5, 3])]),
     ],
 )
 def test_a_program_sees_all_pictures(ranks: Ranks, way: str, want: list[tuple[list[int], list[int]]]) -> None:
-    """In a hook on the tower, in a class of its own, and in a call of its own, on one rank as well."""
+    """In a hook on the tower or on all modules, in a class of its own, and in its own call, on one rank as well."""
     assert ranks(2).run(seen_by_program, one_row("gemma3 vision"), "gemma3 vision", way) == want
 
 
