@@ -47,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", required=True, help="name on the Hub, folder or config file; only the config is read")
     what.add_argument("--tokens", type=count(), help="length of a row: 131072, 128K, 1M")
+    what.add_argument("--pictures", type=count(), default=0, metavar="N", help="pictures of a row, of one size")
     free = (
         f"find the longest row that fits; leaves {100 * KEPT_FREE:.0f} %% of the memory free, unless --memory is given"
     )
-    what.add_argument("--pictures", type=count(), default=0, metavar="N", help="pictures of a row, of one size")
     what.add_argument("--max-tokens", action="store_true", help=free)
     what.add_argument(
         "--method",

@@ -41,6 +41,11 @@ class Gpu:
     host_memory_gib: float = math.inf
     has_flash4: bool = True
 
+    @property
+    def memory_speed(self) -> float:
+        """Bytes per second that kernels other than matrix products and attention move."""
+        return ELEMENTWISE * self.bandwidth_gbs * 1e9
+
 
 GPUS = {
     "h100": Gpu(79.1, 989.0, 67.0, 3350.0, 360.0),

@@ -176,5 +176,4 @@ def _speed(one: Forecast) -> float:
 
 
 def _mfu(one: Forecast) -> float:
-    tflops = one.setup.gpu.tflops if one.setup.itemsize == 2 else one.setup.gpu.float32_tflops
-    return one.seconds.flops / one.seconds.total / one.setup.gpus / tflops / 1e12
+    return one.seconds.flops / one.seconds.total / one.setup.gpus / one.setup.peak_flops

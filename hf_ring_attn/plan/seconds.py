@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .attention_memory import normed_numbers
-from .hardware import BIASES, ELEMENTWISE, EXPERTS, FLOAT32, LAYER_SECONDS, MATMUL, Gpu, attention_shares
+from .hardware import BIASES, EXPERTS, FLOAT32, LAYER_SECONDS, MATMUL, Gpu, attention_shares
 from .linear_attention import NAME, delta_flops, exchanged_bytes, moved_numbers, scan_seconds
 from .memory import kept_bytes, offloaded_layers, trained_parameters, weight_bytes
 from .setup import Setup
@@ -71,7 +71,7 @@ def seconds_of(model: ModelShape, setup: Setup) -> Seconds:
     layers = [_layer_seconds(model, layer, own) for layer, own in zip(model.layers, setups, strict=True)]
     head_passes = 6 if setup.method == "full" else 4
     head = setup.tokens_per_rank * head_passes * (model.head + model.outside) / matmul_flops(setup)
-    logits = 10 * FLOAT32 * setup.tokens_of_logits * model.vocabulary / _memory_speed(setup.gpu)
+    logits = 10 * FLOAT32 * setup.tokens_of_logits * model.vocabulary / setup.gpu.memory_speed
     waiting = sum(_waiting(*each) for each in zip(model.layers, layers, setups, strict=True))
     waiting += _offload(model, layers, setup)
     rows = setup.gpus // setup.ring_size
@@ -90,11 +90,7 @@ def seconds_of(model: ModelShape, setup: Setup) -> Seconds:
 
 def matmul_flops(setup: Setup) -> float:
     """FLOP/s of matrix products."""
-    return MATMUL * 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
-
-
-def _memory_speed(gpu: Gpu) -> float:
-    return ELEMENTWISE * gpu.bandwidth_gbs * 1e9
+    return MATMUL * setup.peak_flops
 
 
 def pairs(tokens: int, window: int | None) -> float:
@@ -143,9 +139,8 @@ def _attention_seconds(layer: LayerShape, setup: Setup) -> tuple[float, float]:
     if isinstance(layer.attention, DeltaShape):
         return scan_seconds(layer.attention, setup) or (0.0, 0.0)
     shares = attention_shares(setup.kernel_of(layer.attention), layer.attention.key_width)
-    peak = 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
     forward, backward = (
-        flops / setup.ring_size / (share * peak)
+        flops / setup.ring_size / (share * setup.peak_flops)
         for flops, share in zip(attention_flops(layer, setup.padded), shares, strict=True)
     )
     return forward, backward
@@ -164,9 +159,9 @@ def _layer_seconds(model: ModelShape, layer: LayerShape, setup: Setup) -> _Layer
     gradients = 4 * layer.active if setup.method == "full" else 2 * layer.active + 4 * adapters
     products = [tokens * flops / matmul_flops(setup) for flops in (once, again * once, gradients + chunks)]
     if setup.method == "qlora":  # each pass reads 4 bits, and writes and reads 16 of each weight
-        dequantize = layer.quantizable * (0.5 + 2 * setup.itemsize) / _memory_speed(setup.gpu)
+        dequantize = layer.quantizable * (0.5 + 2 * setup.itemsize) / setup.gpu.memory_speed
         products = [products[0] + dequantize, products[1] + again * dequantize, products[2] + dequantize]
-    moved = elementwise_numbers(model, layer, setup) * tokens * setup.itemsize / _memory_speed(setup.gpu)
+    moved = elementwise_numbers(model, layer, setup) * tokens * setup.itemsize / setup.gpu.memory_speed
     return _LayerSeconds(
         (forward, attends_again * forward, backward), (products[0], products[1], products[2]),
         (moved, again * moved, 2 * moved),
@@ -248,7 +243,7 @@ def _offload(model: ModelShape, layers: list[_LayerSeconds], setup: Setup) -> fl
 def _optimizer(model: ModelShape, setup: Setup) -> float:
     """Seconds of an Adam step: weights, gradients and two states, read and written; on the host if they are there."""
     moved = 7 * FLOAT32 * trained_parameters(model, setup) / setup.shards
-    return moved / (setup.gpu.host_gbs * 1e9) if setup.offload_params else moved / _memory_speed(setup.gpu)
+    return moved / (setup.gpu.host_gbs * 1e9) if setup.offload_params else moved / setup.gpu.memory_speed
 
 
 def _needed_flops(model: ModelShape, setup: Setup) -> float:

@@ -91,6 +91,11 @@ class Setup:
         return ITEMSIZES[self.dtype]
 
     @property
+    def peak_flops(self) -> float:
+        """FLOP/s of a GPU in the model's dtype, by its maker."""
+        return 1e12 * (self.gpu.tflops if self.itemsize == 2 else self.gpu.float32_tflops)
+
+    @property
     def is_sharded(self) -> bool:
         return self.shard == "fsdp2" and (self.gpus > 1 or self.wrapped)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..integration.context.introspect import text_modules
-from .hardware import ELEMENTWISE, FLOAT32, MATMUL, TOWER_ATTENTION
+from .hardware import FLOAT32, MATMUL, TOWER_ATTENTION
 from .setup import Setup
 from .shape import TowerShape
 
@@ -61,11 +61,11 @@ def tower_flops(tower: TowerShape, setup: Setup) -> float:
 
 def tower_seconds(tower: TowerShape, setup: Setup) -> float:
     """Seconds of a rank's pictures in a step. Elementwise kernels: norms, residuals and the MLP's activation."""
-    peak = 1e12 * (setup.gpu.tflops if setup.itemsize == 2 else setup.gpu.float32_tflops)
     patches, attended = _patches(tower, setup), 4 * tower.patches * tower.hidden * tower.layers
     numbers = tower.layers * (2 * 18 * tower.hidden + 2 * 3 * tower.hidden + 2 * tower.mlp)
-    each = 2 * tower.active / (MATMUL * peak) + attended / (TOWER_ATTENTION * peak)
-    forward = patches * (each + numbers * setup.itemsize / (ELEMENTWISE * setup.gpu.bandwidth_gbs * 1e9))
+    flops = 2 * tower.active / MATMUL + attended / TOWER_ATTENTION
+    moved = numbers * setup.itemsize / setup.gpu.memory_speed
+    forward = patches * (flops / setup.peak_flops + moved)
     return forward * (3 + setup.checkpointing if setup.method == "full" else 1)
 
 
