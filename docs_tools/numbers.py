@@ -221,6 +221,7 @@ EXPERTS, ROWS, DPO = "2026-11-28-experts", "2026-11-28-any-loss", "2026-11-29-dp
 TWO_8K, KEPT = "2026-11-29-two-gpus-8k", "2026-11-29-kept-layers"
 BLOCKS, LONGEST_70B = "2026-11-27-ampere-blocks", "2026-11-30-longest-70b"
 ONE_GPU, THREE = "2026-11-30-recipes-one-gpu", "2026-11-30-three-recipes"
+MILLION = "2026-11-30-million-and-pictures"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "", AGAIN, "ring_8K", "own_8K"),

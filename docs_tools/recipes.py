@@ -18,6 +18,7 @@ from .numbers import (
     LONGEST,
     LONGEST_70B,
     LOSS,
+    MILLION,
     ONE_GPU,
     THREE,
     WHOLE,
@@ -58,7 +59,8 @@ RUNS = {
         Measured("32,768", "2 x H200", SMALL_QWEN, "this recipe by its run.sh, short conversations", OWN_RUNS, "packed_chat"),
     ],
     "vlm": [
-        Measured("32,768", "2 x H200", GEMMA, "this recipe by its run.sh", THREE, "vlm"),
+        Measured("32,768", "2 x H200", GEMMA, "this recipe by its run.sh", MILLION, "vlm"),
+        Measured("32,768", "2 x H200", GEMMA, "the same before 0.3.8, each GPU with all pictures", THREE, "vlm"),
         Measured("32,768", "1 x H200", GEMMA, "this recipe by its run.sh, no ring", ONE_GPU, "vlm"),
     ],
     "extend-context": [
@@ -66,6 +68,7 @@ RUNS = {
         Measured("131,072", "1 x H200", SMALL_QWEN, "this recipe by its run.sh with `ring.offload_above=0`, `optim=adamw_torch_8bit`, no ring", ONE_GPU, "extend_context"),
     ],
     "lora-1m": [
+        Measured("1,048,576", "2 x H200", SMALL_QWEN, "this recipe by its run.sh with `ring.save_attention=false`, `ring.offload_above=48`", MILLION, "lora_1m"),
         Measured("1,048,576", "2 x H200", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=48`", WHOLE, "ring_1M"),
         Measured("1,048,576", "2 x H100", LLAMA, "LoRA, `mlp_tokens=16384`, `offload_above=16`, Liger", H100_1M, "lora_1M"),
     ],
@@ -106,7 +109,6 @@ RUNS = {
 MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"
 TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
-    "lora-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "full-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
     "multi-node": f"{MISSING} of rings on several machines. {TOY_ONLY}",
 }

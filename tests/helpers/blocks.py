@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import faulthandler
 import io
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -122,21 +125,24 @@ def run_blocks(blocks: list[Block], folder: Path) -> str:
     start_fork_server()
     context = get_context("forkserver")
     size = blocks[0].ranks
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Each block has a port: a rank that is early would meet the store of the block before.
+    with contextlib.ExitStack() as open_sockets:
+        free = [open_sockets.enter_context(socket.socket()) for _ in blocks]
+        for each in free:
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in free]
     ranks = []
     for rank in range(size):
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(theirs, blocks, str(folder), rank, size, port))
+        process = context.Process(target=_rank, args=(theirs, blocks, str(folder), rank, size, ports))
         process.start()
         theirs.close()
         ranks.append((process, mine))
-    said = []
+    said: list[tuple[str, str]] = []
     try:
         for _, wire in ranks:
             ready = wire.poll(patient(SECONDS))
-            said.append(wire.recv() if ready else ("", "no answer in time"))
+            said.append(wire.recv() if ready else ("", f"no answer in time:\n{stacks(ranks[len(said)][0], folder)}"))
             if said[-1][1]:  # the rank that failed first may be another
                 said += [other.recv() for _, other in ranks[len(said) :] if other.poll(5)]
                 raise AssertionError("\n".join(failure for _, failure in said if failure))
@@ -147,15 +153,24 @@ def run_blocks(blocks: list[Block], folder: Path) -> str:
     return str(said[0][0])
 
 
-def _rank(wire: Any, blocks: list[Block], folder: str, rank: int, size: int, port: int) -> None:
+def stacks(process: Any, folder: Path) -> str:
+    """What the threads of a rank that does not answer are doing."""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    return (folder / f"stacks_{process.pid}").read_text()
+
+
+def _rank(wire: Any, blocks: list[Block], folder: str, rank: int, size: int, ports: list[int]) -> None:
     """A new process: runs the blocks one after another, and answers (what it printed, its failure)."""
     os.chdir(folder)
-    _environment(rank, size, port)
+    faulthandler.register(signal.SIGUSR1, file=os.open(f"stacks_{os.getpid()}", os.O_WRONLY | os.O_CREAT))
+    _environment(rank, size)
     printed = io.StringIO()
     names: dict[str, Any] = {"__name__": "__main__"}
     failure = ""
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        for block in blocks:
+        for block, port in zip(blocks, ports, strict=True):
+            os.environ["MASTER_PORT"] = str(port)
             try:
                 if block.language == "python":
                     _python(block, names)
@@ -170,7 +185,7 @@ def _rank(wire: Any, blocks: list[Block], folder: str, rank: int, size: int, por
     os._exit(0)  # threads of gloo and of tokenizers need no farewell
 
 
-def _environment(rank: int, size: int, port: int) -> None:
+def _environment(rank: int, size: int) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -182,7 +197,7 @@ def _environment(rank: int, size: int, port: int) -> None:
     if size > 1:
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PARALLELISM_CONFIG_CP_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "PARALLELISM_CONFIG_CP_SIZE": str(size),
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         }  # fmt: skip
 

@@ -36,3 +36,4 @@ def test_machine_code_for_every_capability_fits(row: tuple[int, int], capability
     found = json.loads(run.stdout)
     assert found["capability"] == capability and found["bytes"].keys() == KERNELS
     assert max(found["bytes"].values()) <= SHARED_MEMORY[capability] * 1024, found
+    assert set(found["times"].values()) == {1}, "a kernel was compiled again for rows of another length"

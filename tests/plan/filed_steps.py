@@ -283,11 +283,15 @@ MEASURED_OF_70B = [  # the last three by the run.sh of recipes
 ]
 RECIPES_ON_ONE = "2026-11-30-recipes-one-gpu"
 THREE, AT_128K = "2026-11-30-three-recipes", {"gpus": 2, "tokens": 131072}
+MILLION = "2026-11-30-million-and-pictures"
 ON_ONE_H200 = {"method": "full", "optimizer": "adamw_8bit", "offload_above": 0.0, "wrapped": True, **SAVED}
 MEASURED_BY_RECIPES = [
     Filed(RECIPES_ON_ONE, "extend_context", {"gpus": 1, "tokens": 131072, **ON_ONE_H200}, shape=QWEN3_8B),
     Filed(THREE, "extend_context", {**AT_128K, **SAVED, "method": "full"}, shape=QWEN3_8B),
     Filed(THREE, "qlora_70b", {**AT_128K, "method": "qlora", "mlp_tokens": 8192}, shape=LLAMA_70B),
+    Filed(
+        MILLION, "lora_1m", {"gpus": 2, "tokens": 1048576, "mlp_tokens": 16384, "offload_above": 48.0}, shape=QWEN3_8B
+    ),
 ]
 
 ALL = [

@@ -170,7 +170,8 @@ def backward(
     if tiles.shape[0] == 0 or q.numel() == 0:
         return
     problem = Problem.of(q, k, v, tiles, params, into.extra)
-    dout, lse, delta = addressable(dout), (lse * -problem.unit).contiguous(), delta.contiguous()
+    dout = addressable(dout)
+    lse, delta = torch.mul(lse, -problem.unit, out=aligned(lse)), aligned(delta).copy_(delta)
     row = row or problem.row(descriptors_possible(problem.q, problem.k, problem.v, dout))
     with on(q.device):
         if row.values is None:
@@ -248,6 +249,12 @@ def padded(width: int) -> int:
 def addressable(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if the kernels cannot address it."""
     return x if x.stride(3) == 1 and x.stride(1) < LARGEST_STRIDE else x.contiguous()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Makes a tensor like x [B, H, T] whose strides are multiples of 16: one compiled kernel serves all lengths."""
+    batch, heads, tokens = x.shape
+    return x.new_empty(batch, heads, -(-tokens // 16) * 16)[..., :tokens]
 
 
 def descriptors_possible(*tensors: Tensor) -> bool:
