@@ -80,13 +80,7 @@ def ring_attention_forward(
         return _local(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, sinks, kwargs)
     spec = attention_mask
     _refuse_arguments(module, spec, dropout, softcap, kwargs)
-    whole = spec.layout.world_size > 1 and query.shape[2] != spec.places.shape[0]
-    if whole or key.shape[2] != query.shape[2]:
-        if not spec.in_batch:  # the layer adds keys of its own, as compressed ones
-            facts = f"{key.shape[2]} keys for {query.shape[2]} tokens"
-            _refuse(errors.UnsupportedArgument, type(module).__name__, facts, WITHOUT_BATCH)
-        _refuse(errors.UnshardedInput, query.shape[2], key.shape[2], spec.layout.local_length, spec.layout.length)
-
+    _check_lengths(module, spec, query, key)
     dtype = query.dtype
     query = temperature.scale_queries(module, query, spec)
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
@@ -112,6 +106,18 @@ def ring_attention_forward(
     if not torch.compiler.is_compiling():
         note_output(out, module, spec.layout)
     return out.to(dtype if not torch.is_autocast_enabled(q.device.type) else out.dtype), None
+
+
+def _check_lengths(module: nn.Module, spec: MaskSpec, query: Tensor, key: Tensor) -> None:
+    """Refuses tokens that are not the rank's share, and keys that a layer adds to them."""
+    tokens, keys = query.shape[2], key.shape[2]
+    whole = spec.layout.world_size > 1 and tokens != spec.places.shape[0]
+    if not whole and keys == tokens:
+        return
+    if not spec.in_batch:  # the layer adds keys of its own, as compressed ones
+        facts = f"{keys} keys for {tokens} tokens"
+        _refuse(errors.UnsupportedArgument, type(module).__name__, facts, WITHOUT_BATCH)
+    _refuse(errors.UnshardedInput, tokens, keys, spec.layout.local_length, spec.layout.length)
 
 
 def _refuse_arguments(

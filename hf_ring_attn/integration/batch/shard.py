@@ -26,7 +26,7 @@ from ..context.local_batch import cut_batch
 from ..context.mesh import find_ring
 from ..context.model_record import Visits
 from ..context.trial_step import TrialStep
-from ..context.whole_batch import LOSS_INPUTS, read_batch, tokens_of
+from ..context.whole_batch import LOSS_INPUTS, WholeBatch, read_batch, tokens_of
 from ..gradients import beside_weights, fsdp, replicas
 from ..gradients.mean_loss import mean_loss
 from ..losses import whole_heads
@@ -236,40 +236,25 @@ def shard_for(
     check_type("model", model, (nn.Module, type(None)), "a torch.nn.Module, or None")
     check_type("config", config, (RingConfig, type(None)), "a RingConfig, or None")
     ring = find_ring(group)
-    if ring.size > 1 and inside_transforms():  # else the comparison below would fail at what it cannot read
-        use = "a batch was sharded" if model is None else f"{name_of(model)} was called in a ring"
-        raise errors.UnsupportedVmap(use)
-    guard = interruption_guard(ring)
-    guard.check_backwards(ring)
-    guard.check()  # else the comparison below would be taken for the rest of that attention
+    _check_ring(ring, model)
     options = config or (model_record.DEFAULT if model is None else model_record.options_of(model))
-    refusal: errors.Refused | None = None
-    facts = compared_inputs.empty_facts(options, batch)
-    device = torch.device("cpu")
-    try:
-        tokens = tokens_of(batch)
-        device = tokens.device
-        facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
-        if ring.size > 1:
-            facts.update(compared_inputs.inputs_of(batch))
-        whole = read_batch(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
-        facts["layout"] = whole.layout.owners
-    except errors.Refused as error:
-        refusal = _encoder_decoder(model) or error
-    gradients, compare = beside_weights.start_comparison(ring, ring.small_device(device))
-    sent, advice = [shared_kv.compiled_here(), *gradients, *numbers], compared_inputs.advice_for(batch)
-    agree = ring.start_agreement(facts, ring.small_device(device), advice, refusal, sent, doing=_DOING)
+    read = _read(batch, ring, options, model, head)
+    gradients, compare = beside_weights.start_comparison(ring, read.device)
+    sent = [shared_kv.compiled_here(), *gradients, *numbers]
+    advice = compared_inputs.advice_for(batch)
+    agree = ring.start_agreement(read.facts, read.device, advice, read.refusal, sent, doing=_DOING)
     visited = Visits()
-    if refusal is None:  # while the message travels
+    if read.whole is not None:  # while the message travels
         if model is not None:
             visited.update([model_record.visit(model)])
-        sharded = Sharded(*cut_batch(batch, whole, ring, options, model is None or fsdp.is_sharded(model)))
+        sharded = Sharded(*cut_batch(batch, read.whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
         compiled, *everyone = agree()
         compare(everyone[: beside_weights.COLUMNS])
     except (errors.PeerLost, errors.RanksDiffer) as error:
         _tell_of_program(error)
         raise
+    assert read.whole is not None  # else a rank's refusal was raised
     if any(compiled):
         shared_kv.go_by_bits()
 
@@ -279,20 +264,66 @@ def shard_for(
     if step is not None:
         vars(context.state(TrialStep)).update(vars(step))
     context.learn(explicit=config is not None)
-    if ring.size > 1:
-        beside_weights.watch()
     labels = () if gathers_logits or head else LOSS_INPUTS[:2]
     context.state(TrackedInputs).update(track(sharded.inputs, (*call_inputs.PLACES, *TOKENS, *labels)))
-    batch_context.note_sharded(context)
-    if whole.layout.owners:
-        note_balanced(context, ring.size)
-    if context.text is not None and ring.size > 1:
-        seeds = ring.numbers(ring_random.next_seed(), ring.small_device(device), "sent its seed")
-        context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
-    context.state(row.SelfCheckState).sample = row.Sample.of(batch, whole, context)
+    _note_batch(context, read.device)
+    context.state(row.SelfCheckState).sample = row.Sample.of(batch, read.whole, context)
     if model is not None:
         _admit_all([model, *beside], context, visited)
     return sharded
+
+
+def _check_ring(ring: Ring, model: nn.Module | None) -> None:
+    """Refuses a ring whose ranks cannot compare their batches, or whose last attention did not end."""
+    if ring.size > 1 and inside_transforms():  # else the comparison would fail at what it cannot read
+        use = "a batch was sharded" if model is None else f"{name_of(model)} was called in a ring"
+        raise errors.UnsupportedVmap(use)
+    guard = interruption_guard(ring)
+    guard.check_backwards(ring)
+    guard.check()  # else the comparison would be taken for the rest of that attention
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A rank's batch before the ranks compare: ``whole``, or why it is refused.
+
+    Attributes:
+        facts: what all ranks must have alike. device: of their messages.
+    """
+
+    facts: dict[str, Any]
+    device: torch.device
+    whole: WholeBatch | None = None
+    refusal: errors.Refused | None = None
+
+
+def _read(batch: Mapping[str, Any], ring: Ring, options: RingConfig, model: nn.Module | None, head: bool) -> _Reading:
+    """Reads a rank's batch. A refusal is kept for all ranks to hear of it."""
+    read = _Reading(compared_inputs.empty_facts(options, batch), ring.small_device(torch.device("cpu")))
+    try:
+        tokens = tokens_of(batch)
+        read.device = ring.small_device(tokens.device)
+        read.facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
+        if ring.size > 1:
+            read.facts.update(compared_inputs.inputs_of(batch))
+        read.whole = read_batch(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
+        read.facts["layout"] = read.whole.layout.owners
+    except errors.Refused as error:
+        read.refusal = _encoder_decoder(model) or error
+    return read
+
+
+def _note_batch(context: BatchContext, device: torch.device) -> None:
+    """Notes a batch that the ranks agree on, where other rooms look for it, and gives its text model a seed."""
+    ring, layout = context.ring, context.layout
+    if ring.size > 1:
+        beside_weights.watch()
+    batch_context.note_sharded(context)
+    if layout.owners:
+        note_balanced(context, ring.size)
+    if context.text is not None and ring.size > 1:
+        seeds = ring.numbers(ring_random.next_seed(), device, "sent its seed")
+        context.text.random = ring_random.RingRandomness(seeds[0], ring.rank)
 
 
 def _admit_all(models: Iterable[nn.Module], context: BatchContext, visited: Visits) -> None:

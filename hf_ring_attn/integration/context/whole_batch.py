@@ -157,15 +157,7 @@ def read_batch(
         # Its documents are not known yet, so it stays in the zigzag layout.
         names = set() if head else {"labels", "shift_labels"} & inputs.keys()
         return WholeBatch(inputs, names, layout, None, None, items, rows, head)
-    given = inputs.get("position_ids")
-    numbered = given is None  # 0, 1, 2, ...: known without waiting for a GPU, and no document restarts
-    if given is None:
-        given = torch.arange(length, device=tokens.device)[None]
-    if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
-        raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
-    inputs["position_ids"] = given.expand(rows, -1).contiguous()
-
-    on_cpu = None if numbered else given.cpu()
+    inputs["position_ids"], on_cpu = _positions(inputs.get("position_ids"), tokens)
     facts = mask_facts(layout, rows, on_cpu, attention_mask)
     _check_hints(batch, lambda: facts, rows, length)
     if (blocks := batch.get("block_sequence_ids")) is not None:
@@ -180,6 +172,17 @@ def read_batch(
     arranged, facts = _arranged(facts, layout, config)
     largest = max(0, length - 1) if on_cpu is None else int(on_cpu.max()) if length else 0
     return WholeBatch(inputs, per_token, arranged, facts, largest, items, rows)
+
+
+def _positions(given: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The position ids of all rows [B, S], and those given on the CPU: None for 0, 1, 2, ..., known without a wait for
+    the GPU."""
+    rows, length = tokens.shape[:2]
+    if given is None:
+        return torch.arange(length, device=tokens.device).repeat(rows, 1), None
+    if given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, rows):
+        raise errors.BadShape("position_ids", tuple(given.shape), f"it must be [{rows}, {length}]")
+    return given.expand(rows, -1).contiguous(), given.cpu()
 
 
 def _has_axes(position_ids: Any, rows: int, length: int) -> bool:
