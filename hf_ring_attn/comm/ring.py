@@ -42,7 +42,7 @@ _UNKNOWN = re.compile(
 
 
 @contextmanager
-def _following_peers(doing: str, ring: Ring) -> Iterator[None]:
+def following_peers(doing: str, ring: Ring) -> Iterator[None]:
     """Turns errors of the backend into `PeerLost` (another rank failed or is late) or `NotSendable`."""
     started = time.monotonic()
     try:
@@ -68,7 +68,7 @@ class Pending:
     works: Sequence[Any]
 
     def wait(self) -> list[Tensor]:
-        with _following_peers(self.doing, self.ring):
+        with following_peers(self.doing, self.ring):
             for work in self.works:
                 work.wait()
         return self.tensors
@@ -150,7 +150,7 @@ class Ring:
             return Pending(self, doing, [tensor[None]], ())
         tensor = tensor.contiguous()
         everyone = tensor.new_empty(self.size, *tensor.shape)
-        with _following_peers(doing, self):
+        with following_peers(doing, self):
             work = _all_gather_single(everyone.view(-1), tensor.view(-1), group=self.group, async_op=True)
         return Pending(self, doing, [everyone], (work,))
 
@@ -179,7 +179,7 @@ class Ring:
         """Starts an all-to-all from [sum(sends), ...] to [sum(receives), ...]: rows for each rank, in order."""
         tensor = tensor.contiguous()
         arriving = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        with _following_peers(doing, self):
+        with following_peers(doing, self):
             work = dist.all_to_all_single(arriving, tensor, receives, sends, group=self.group, async_op=True)
         return Pending(self, doing, [arriving], (work,))
 
@@ -194,14 +194,14 @@ class Ring:
         for tag, (mine, theirs) in enumerate(zip(tensors, arriving, strict=True)):
             moves.append(dist.P2POp(dist.isend, mine, group=self.group, tag=tag, group_peer=following))
             moves.append(dist.P2POp(dist.irecv, theirs, group=self.group, tag=tag, group_peer=previous))
-        with _following_peers(doing, self):
+        with following_peers(doing, self):
             return Pending(self, doing, arriving, dist.batch_isend_irecv(moves))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Reduce-scatters [W, ...] in rank order to this rank's entry [...], summed in the tensor's dtype."""
         tensor = tensor.contiguous()
         mine = torch.empty_like(tensor[0])
-        with _following_peers("summed gradients of keys and values", self):
+        with following_peers("summed gradients of keys and values", self):
             _reduce_scatter_single(mine.view(-1), tensor.view(-1), group=self.group)
         return mine
 
@@ -215,7 +215,7 @@ class Ring:
         """Sums over the ring in float32 (float64 for float64, int64 for integers), returns the tensor's dtype."""
         wide = _wide_copy(tensor)
         if self.size > 1:
-            with _following_peers("added up over the ring", self):
+            with following_peers("added up over the ring", self):
                 dist.all_reduce(wide, group=self.group)
         return wide.to(tensor.dtype)
 
@@ -227,7 +227,7 @@ class Ring:
         for run in _together(tensors):
             # A large one alone is not copied twice.
             wide = _wide_copy(run[0]).view(-1) if len(run) == 1 else torch.cat([_wide_copy(x).view(-1) for x in run])
-            with _following_peers("averaged over the ring", self):
+            with following_peers("averaged over the ring", self):
                 dist.all_reduce(wide, group=self.group)
             wide = (wide if wide.is_floating_point() else wide.double()).div_(self.size)
             parts = wide.split([x.numel() for x in run])
@@ -291,7 +291,7 @@ class Ring:
         if self.size == 1:
             return [mine]
         everyone: list[Any] = [None] * self.size
-        with _following_peers(doing, self):
+        with following_peers(doing, self):
             dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
@@ -300,7 +300,7 @@ class Ring:
         if self.size == 1:
             return mine
         sent = [mine]
-        with _following_peers(doing, self):
+        with following_peers(doing, self):
             dist.broadcast_object_list(sent, group=self.group, group_src=0)
         return sent[0]
 

@@ -102,12 +102,16 @@ class TorchContextParallelRefused(Refused):
 
 
 class DispatchedBatches(Refused):
-    def __init__(self, how: str) -> None:
+    """``why``: what would be wrong."""
+
+    def __init__(
+        self, how: str, why: str = "accelerate would give every rank of a ring another batch, but a ring shares one"
+    ) -> None:
         super().__init__(
-            f"{how}: accelerate would give every rank of a ring another batch, but a ring shares one. "
-            "Leave dispatch_batches out and prepare the model first, as Trainer does: rings then get the rows that "
-            "processes without rings would get. DataLoaderConfiguration(dispatch_batches=False) (TrainingArguments: "
-            'accelerator_config={"dispatch_batches": False}) fills the last batch of a stream otherwise.'
+            f"{how}: {why}. Leave dispatch_batches out and prepare the model first, as Trainer does: rings then get "
+            "the rows that processes without rings would get. DataLoaderConfiguration(dispatch_batches=False) "
+            '(TrainingArguments: accelerator_config={"dispatch_batches": False}) fills the last batch of a stream '
+            "otherwise."
         )
 
 

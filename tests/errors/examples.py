@@ -124,7 +124,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "TorchContextParallelRefused": [
         {"reasons": ["cp_size > 1 needs an fsdp_plugin (FSDP2), but distributed_type is MULTI_GPU"]}
     ],
-    "DispatchedBatches": [{"how": "a DataLoader was prepared with dispatch_batches=True"}],
+    "DispatchedBatches": [
+        {"how": "a DataLoader was prepared with dispatch_batches=True"},
+        {"how": "dispatch_batches=True with use_stateful_dataloader=True", "why": "ranks would save unlike states"},
+    ],
     "BadBuffers": [{"got": "buffer 1 that requires a gradient", "needed": "it cannot be sharded in place"}],
     "UnclearCount": [{"got": 1000, "why": "it is neither"}],
     "UnclearScheduler": [{"why": "100 was computed from it, and 7 was not"}],

@@ -1,7 +1,7 @@
 """Losses of whole rows, in loops and in a Trainer, in a ring of GPUs against one GPU, in float32 and in bf16.
 
 The cases are those of tests/integration/batch/test_whole_rows.py, tests/integration/hosts/test_whole_row_losses.py and
-test_found_whole_rows.py.
+test_found_whole_rows.py. Two more of a Trainer have a loader that one rank reads (test_one_reader.py).
 Options: see `compared`.
 """
 
@@ -20,6 +20,7 @@ from tests.helpers.jobs.kinds_jobs import distance
 from tests.helpers.jobs.runs import Mesh, Run
 from tests.integration.batch import test_whole_rows as loops
 from tests.integration.hosts import test_found_whole_rows as found
+from tests.integration.hosts import test_one_reader as one_reader
 from tests.integration.hosts import test_whole_row_losses as trainers
 
 EXACT, COARSE = (2e-5, 1e-3), (2e-2, 0.1)
@@ -50,7 +51,7 @@ def cases() -> dict[str, Any]:
         every[f"loop, {case.why}"] = partial(of_a_loop, dataclasses.replace(case, dtype=torch.float32))
     for case in loops.CASES[:3]:
         every[f"loop, {case.why}, bf16"] = partial(of_a_loop, dataclasses.replace(case, dtype=torch.bfloat16))
-    for run in (*trainers.RUNS, *found.RUNS):
+    for run in (*trainers.RUNS, *found.RUNS, *one_reader.RUNS[:2]):
         on_gpu = {**run.arguments, "use_cpu": not torch.cuda.is_available()}
         every[f"trainer, {run.why}"] = partial(of_a_trainer, dataclasses.replace(run, arguments=on_gpu))
     half = dataclasses.replace(trainers.RUNS[0], arguments={"use_cpu": not torch.cuda.is_available(), "bf16": True})

@@ -27,10 +27,11 @@ from ..log import warn
 from ..model import liger, quantized
 from ..patching.changes import Original, Patch, around
 from ..patching.modules import Replaced
-from . import parallelism_config, schedulers, shared_memory, streams, uneven_batches
+from . import one_reader, parallelism_config, schedulers, shared_memory, streams, uneven_batches
 from .buffers import prepared, sharded_buffers
 from .gather_for_metrics import gather_once_per_ring
 from .parallelism_config import constructing_for, is_undecided
+from .rings_as_processes import RingsAsProcesses
 
 
 def ask_timeout(accelerator: Any, timeout: timedelta) -> None:
@@ -170,21 +171,24 @@ def _prepared(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 @around
 def _prepare_data_loader(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     options, config = self.dataloader_config, self.parallelism_config
-    if ring_enabled(config) and args and not getattr(args[0], "_is_accelerate_prepared", False):
-        _seed_workers_by_ring(args[0], config.cp_size)
+    given = args[0] if args else kwargs.get("data_loader")
+    is_new = not getattr(given, "_is_accelerate_prepared", False)
+    if ring_enabled(config) and is_new:
+        _seed_workers_by_ring(given, config.cp_size)
     if not (ring_enabled(config) or (is_undecided(config) and not self._models)):
         return original(self, *args, **kwargs)
-    if args and getattr(args[0], "in_order", True) is False:
+    if getattr(given, "in_order", True) is False:
         # Batches in the order in which workers finish them (dataloader_in_order) differ among the ranks of a ring.
-        args[0].in_order = True
-    if options.dispatch_batches and ring_enabled(config):
-        raise errors.DispatchedBatches("dispatch_batches=True")
+        given.in_order = True  # type: ignore[union-attr]
+    if options.dispatch_batches and ring_enabled(config) and is_new:
+        one_reader.check(given, RingsAsProcesses(self).num_processes, options)
+        with Replaced(options, "dispatch_batches", False):
+            return one_reader.read_once(_as_of_several(original(self, *args, **kwargs), self))
     if options.dispatch_batches is not None:
         return _as_of_several(original(self, *args, **kwargs), self)
     # accelerate dispatches an IterableDataset by default, and its dispatcher ignores the "cp" axis.
     with Replaced(options, "dispatch_batches", False):
         prepared_loader = original(self, *args, **kwargs)
-    given = args[0] if args else kwargs.get("data_loader")
     return streams.deal_as_dispatched(_as_of_several(prepared_loader, self), given, self, options.split_batches)
 
 

@@ -18,6 +18,7 @@ from ...comm.ring import world_size
 from ..context.mesh import ring_of_process
 from ..log import warn
 from ..patching.changes import Original, Patch, around
+from . import one_reader
 from .rings_as_processes import RingsAsProcesses
 from .samplers import shuffle_alike
 
@@ -87,7 +88,7 @@ _WORKERS = (
 def _iter(original: Original, self: Any) -> Iterator[Any]:
     """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does; shuffles."""
     shuffle_alike(self)
-    for batch in original(self):
+    for batch in one_reader.exchanged(self, original(self)):
         if self.end_of_dataloader and isinstance(self.dataset, DealtStream):
             self.remainder = self.dataset.left
         elif self.end_of_dataloader and _COUNTED in vars(self) and 1 < ring_of_process().size == world_size():
