@@ -68,6 +68,9 @@ class RingConfig:
             accelerate's ``fsdp_activation_checkpointing_offload`` is on, which in a ring means 0.
         self_check: before the first step, run a short random row through the model unsharded and sharded, and refuse if
             the results differ (`integration.selfcheck`). False trains an unchecked model at your own risk.
+
+    Raises:
+        BadOption: a value is impossible, alone or beside another one.
     """
 
     kernel: str = "auto"

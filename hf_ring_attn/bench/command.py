@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     how.add_argument(
         "--heads-per-gather", type=count(0), nargs="+", default=[0],
-        help="RingConfig(heads_per_gather=...), one or several (default: 0, chosen by size)",
+        help="RingConfig(heads_per_gather=...), one or several (default: 0, chosen by size as by None)",
     )  # fmt: skip
     how.add_argument("--ring", type=count(), help="size of the simulated ring in one process (default: 8)")
     how.add_argument(

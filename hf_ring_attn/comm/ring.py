@@ -352,7 +352,7 @@ def _packed(doing: str) -> tuple[int, ...]:
     return _WORDS.unpack(doing.encode()[: _WORDS.size].ljust(_WORDS.size))
 
 
-_IN_STEP = "Every rank of a ring must call shard(), its model, reduce() and gather() as often, in the same order."
+_IN_STEP = "Ranks of a ring must call shard(), the model, reduce() and gather() in one order, with the same options."
 
 TOGETHER = 2**24
 """Most numbers in one message of `Ring.means`: 64 MiB in float32."""

@@ -41,7 +41,8 @@ class MeshMismatch(Refused):
         without_gpus = "; without GPUs set ACCELERATE_USE_CPU=true" if processes == 1 else ""
         super().__init__(
             f"the mesh {product} needs {needed} processes, got {processes}. Start {needed} processes "
-            f"(accelerate launch --num_processes {needed}{without_gpus}), or choose sizes whose product is {processes}."
+            f"(accelerate launch --num_processes {needed}{without_gpus}), or choose sizes whose product is {processes} "
+            "(--parallelism_config_cp_size; for several rings --parallelism_config_dp_replicate_size)."
         )
 
 

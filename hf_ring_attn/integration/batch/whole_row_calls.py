@@ -100,6 +100,9 @@ def whole_rows(*models: nn.Module, group: ProcessGroup | DeviceMesh | None = Non
         models: to be called inside; of a module of your own the transformers models in it.
         group: the process group of the ring, as in `shard`.
 
+    Yields:
+        `WholeRows`, with ``reduce_gradients``.
+
     Raises:
         BadOption: a model is no nn.Module. In a call, and in the optimizer's next step:
         RanksDiffer: ranks have other rows, or make another loss of what the model returned.

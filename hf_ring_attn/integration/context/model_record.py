@@ -44,7 +44,13 @@ class _Carried:
 
 
 def configure(model: nn.Module, config: RingConfig) -> None:
-    """Sets the options with which ``model`` runs in a ring, in trainers and in loops with `shard`; see `RingConfig`.
+    """Sets the options with which ``model`` runs in a ring, in trainers and in loops; see `RingConfig`.
+
+    Call it on every rank, before the training. A later call replaces all options.
+
+    Args:
+        model: a model of transformers, also inside PEFT, DDP or FSDP2.
+        config: the options, the same on every rank.
 
     Raises:
         BadOption: ``config`` is not a RingConfig, or ``model`` has no transformers config.

@@ -39,6 +39,7 @@ DENSE = {"labels", "shift_labels", "position_ids", "attention_mask"}
 """Inputs that are read here, so they must be tensors with values."""
 OF_HEADS = ("labels", "start_positions", "end_positions")
 """Inputs of which a head of whole rows computes its loss."""
+_NO_TOKENS = "a row must have a token at least. Take empty rows out of the dataset, or pad them with labels of -100"
 FOREIGN = {"decoder_input_ids", "encoder_outputs", *CACHES}
 
 
@@ -114,6 +115,8 @@ def tokens_of(batch: Mapping[str, Any]) -> Tensor:
                 raise errors.BadShape(name, tuple(tokens.shape), need)
             if not len(tokens):
                 raise errors.BadShape(name, tuple(tokens.shape), "it must have a row at least")
+            if not tokens.shape[1]:
+                raise errors.BadShape(name, tuple(tokens.shape), _NO_TOKENS)
             return tokens
     found = next((name for name in TOKENS if batch.get(name) is not None), None)
     if found is not None:

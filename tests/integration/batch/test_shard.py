@@ -140,6 +140,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": IDS[:, None]},
         "input_ids has shape (2, 1, 8), but it must be [B, S] (inputs_embeds: [B, S, width]). Multiple choice is not",
     ),
+    "a row without tokens": (
+        {"input_ids": torch.tensor([[]])},  # as a collator makes it of an empty list
+        "input_ids has shape (1, 0), but a row must have a token at least. Take empty rows out of the dataset",
+    ),
     "embeddings without a width": ({"inputs_embeds": IDS}, "inputs_embeds has shape (2, 8), but it must be [B, S]"),
     "lists": ({"input_ids": [[1, 2, 3]]}, "input_ids is a list, not a tensor. Make it one, [B, S, ...]."),
     "sound alone": ({"input_features": torch.zeros(1)}, "the batch holds neither input_ids nor inputs_embeds, only ["),
