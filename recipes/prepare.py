@@ -53,6 +53,9 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if bool(options.inputs) == options.stdlib:
         parser.error("give files and folders, or --stdlib")
+    missing = [str(path) for path in options.inputs if not path.exists()]
+    if missing:
+        parser.error(f"no such file or folder, from {Path.cwd()}: {' '.join(missing)}")
     if options.length < 2:
         parser.error("--length: at least 2 tokens")
     if options.eval_every < 0 or options.eval_every == 1:

@@ -18,6 +18,7 @@ from accelerate import PartialState
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LENGTH, STEPS, ROWS = 256, 3, 8
 SPECIALS = ["<end>", "<user>", "<assistant>"]
@@ -130,4 +131,8 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     if not 2 <= len(sys.argv) <= 3 or sys.argv[1].startswith("-"):
         sys.exit("usage: python recipes/toy.py FOLDER [MODEL_TYPE]")
+    if sys.argv[2:] and sys.argv[2] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        sys.exit(
+            f"MODEL_TYPE {sys.argv[2]} is no causal language model of transformers. Take llama, qwen3, gemma3_text ..."
+        )
     write_model(Path(sys.argv[1]), *sys.argv[2:], max_position_embeddings=2**17)

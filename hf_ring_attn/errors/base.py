@@ -10,13 +10,13 @@ _SHORT.maxtuple = _SHORT.maxlist = 16
 
 
 def shown(value: object) -> str:
-    """A value in few words: a tensor by its dtype and shape, text as it is, anything else by a short repr."""
+    """A value in few words: a tensor by its dtype and shape, text as it is, anything else by a short repr, one line."""
     if isinstance(value, str):
         return value
     try:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)}"  # type: ignore[attr-defined]
     except Exception:  # noqa: BLE001  no tensor, or a nested one, which has no shape
-        return _SHORT.repr(value)
+        return " ".join(_SHORT.repr(value).split())  # one line: an optimizer's has many
 
 
 def told(error: Exception | None, most: int = 240) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import pytest
+import torch
 
 from hf_ring_attn.errors import batches, core, hosts, losses
 from tests.errors import examples
@@ -46,3 +47,8 @@ def test_there_are_errors_to_read() -> None:
 def test_classes_of_others_keep_their_modules() -> None:
     assert Mapping.__module__ == Sequence.__module__ == "collections.abc"
     assert core.BadOption.__module__ == "hf_ring_attn.errors"
+
+
+def test_a_value_of_many_lines_is_shown_in_one() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    assert "\n" in repr(optimizer) and "\n" not in str(core.BadOption("model", optimizer, "a torch.nn.Module"))

@@ -102,6 +102,12 @@ def test_numbers_that_leave_no_rows_are_refused(wrong: tuple[str, str], tmp_path
     assert ended.value.code == 2
 
 
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        prepare.main(["no.txt", "--tokenizer", "none", "--length", "16", "--output", "out.parquet"])
+    assert ended.value.code == 2 and ": no.txt\n" in capsys.readouterr().err
+
+
 def test_lines_of_no_known_form_are_named(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(SystemExit, match=r"texts\.jsonl:2: it has neither text"):
         made(tmp_path, tokenizer, [{"text": "a"}, {"body": "b"}], "--length", "16")

@@ -168,6 +168,32 @@ def test_a_script_has_no_syntax_error(script: str) -> None:
         subprocess.run(["shellcheck", RECIPES / script], check=True)
 
 
+def launched(tmp_path: Path, *arguments: str, **told: str) -> subprocess.CompletedProcess[str]:
+    """launch.sh on a machine without GPUs, where `accelerate` prints its arguments."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "accelerate").write_text('#!/bin/sh\necho "$@"\n')
+    for program in ("nvidia-smi", "accelerate"):
+        (tmp_path / program).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name not in ("GPUS", "TEXTS")}
+    environment |= {**told, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(RECIPES / "launch.sh"), "lora-128k", "gpu_8_ddp", "--length", "8", "--", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("told", "is_"), [({}, "not set"), ({"GPUS": "two"}, "two"), ({"GPUS": "0"}, "0")], ids=str)
+def test_without_a_number_of_gpus_it_says_what_to_set(told: dict[str, str], is_: str, tmp_path: Path) -> None:
+    done = launched(tmp_path, "--resume", **told)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        f"GPUS is {is_}, and nvidia-smi lists no GPU. Set GPUS to the number of GPUs, or try --toy on a CPU.\n"
+    )
+
+
+def test_a_toy_is_a_toy_wherever_it_is_asked_for(tmp_path: Path) -> None:
+    done = launched(tmp_path, "--set", "training.max_steps=3", "--toy")
+    assert done.returncode == 0 and "cpu_2ranks.yaml" in done.stdout, done.stderr
+
+
 def test_several_machines_are_replicas_of_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command of multi-node's run.sh on the second of three machines, as accelerate reads it."""
     for program in ("python", "accelerate"):  # python would prepare the data

@@ -38,3 +38,11 @@ def test_without_a_folder_it_says_how_it_is_called(
     done = toy(*arguments)
     assert done.returncode == 1 and done.stderr == "usage: python recipes/toy.py FOLDER [MODEL_TYPE]\n"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.turns
+def test_an_unknown_kind_of_model_is_named(tmp_path: Path) -> None:
+    done = toy(str(tmp_path / "tiny"), "qwen9")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "MODEL_TYPE qwen9 is no causal language model of transformers." in done.stderr
+    assert not (tmp_path / "tiny").exists()
