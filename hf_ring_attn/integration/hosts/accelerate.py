@@ -199,7 +199,7 @@ def _as_of_several(loader: Any, accelerator: Any) -> Any:
     """
     uneven_batches.warn_of(loader, accelerator)
     batches = getattr(loader, "batch_sampler", None)
-    if batches is not None and not hasattr(batches, "even_batches"):
+    if hasattr(batches, "__dict__") and not hasattr(batches, "even_batches"):  # torch takes a list of batches, too
         batches.even_batches = accelerator.dataloader_config.even_batches
     return loader
 

@@ -48,14 +48,19 @@ def needs_whole_rows(model: object, batch: object) -> bool:
     """Returns True if the head of ``model`` gets whole rows in a loop: one of rows, or any with labels."""
     if not isinstance(model, nn.Module) or not isinstance(batch, Mapping) or body_of(model) is None:
         return False
-    head: Any = loss_model_of(model)
-    return LOSS_MAPPING[str(head.loss_type)] in OF_ROWS or any(batch.get(name) is not None for name in OF_HEADS)
+    return has_labels_of_rows(model) or any(batch.get(name) is not None for name in OF_HEADS)
+
+
+def has_labels_of_rows(model: nn.Module) -> bool:
+    """Returns True for a head whose labels are of rows, not of tokens, whatever their shape."""
+    return LOSS_MAPPING.get(str(getattr(loss_model_of(model), "loss_type", None))) in OF_ROWS
 
 
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Gives a pooler whole rows where a base model's outputs are gathered."""
     if context.gathers_logits:
-        prepare_pooler(inside(model))
+        inner: Any = inside(model)
+        prepare_pooler(getattr(inner, "base_model", inner))
 
 
 def prepare_pooler(body: Any) -> None:

@@ -178,8 +178,8 @@ def _attention_of(original: Original, self: Any, requested_attention: str | None
 
 def _tables(model_class: type) -> dict[str, dict[str, type]]:
     """The tables of attention classes in the model's file, by name."""
-    values = vars(sys.modules[model_class.__module__]).items()
-    return {name: x for name, x in values if isinstance(x, dict) and isinstance(x.get("eager"), type)}
+    values = getattr(sys.modules.get(model_class.__module__), "__dict__", {}).items()
+    return {name: x for name, x in values if isinstance(x, dict) and isinstance(dict.get(x, "eager"), type)}
 
 
 PATCHES = [

@@ -17,6 +17,7 @@ from ..context.local_batch import CACHE
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import FEATURES, IGNORED, LOSS_INPUTS, WholeBatch
 from ..log import warn
+from ..losses.whole_heads import has_labels_of_rows
 
 LEAST_TOKENS, LEAST_CHUNK = 26, 4
 ADDED = 4
@@ -205,7 +206,7 @@ class Sample:
             if ids is not None and (padding := self._padding_id(config)) is not None:
                 row["input_ids"] = row["input_ids"].masked_fill(row["attention_mask"] == 0, padding)
         if labelled and self.head:
-            row.update(self._labels(mask, generator))
+            row.update(self._labels(mask, generator, has_labels_of_rows(model)))
         elif labelled:
             # Labels on one rank only: then the mean of the ranks' own means is far from the mean of all.
             row["labels"] = random.masked_fill(~one_rank | (mask == 0), IGNORED).to(device)
@@ -247,11 +248,15 @@ class Sample:
             return getattr(config, "pad_token_id", None) if self.head else None
         return int(ids[hidden.to(ids.device)][0])
 
-    def _labels(self, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Labels of the batch's values: of its first rows, or of tokens, of which the last has one at least."""
+    def _labels(self, mask: Tensor, generator: torch.Generator, of_rows: bool) -> dict[str, Tensor]:
+        """Labels of the batch's values: of its first rows, or of tokens, of which the last has one at least.
+
+        Args:
+            of_rows: labels are not of tokens, even if a row has as many as tokens.
+        """
         if self.labels is None:
             return {}
-        if tuple(self.labels.shape) != (self.rows, self.length):
+        if of_rows or tuple(self.labels.shape) != (self.rows, self.length):
             return {"labels": self.labels[: len(mask)]}
         values = self.labels.unique().cpu()
         values = values[values != IGNORED]

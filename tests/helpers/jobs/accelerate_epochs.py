@@ -61,6 +61,15 @@ def uneven_rings_are_refused(accelerator: Any) -> None:
         net(**sharded.inputs).loss.backward()
 
 
+def batches_may_be_a_list(accelerator: Any) -> None:
+    """torch takes a list of rows' numbers, which has no attributes: it failed with an AttributeError."""
+    if accelerator.num_processes == CP:  # accelerate cannot deal such batches out to several rings
+        loader = DataLoader(Rows(), batch_sampler=[[0, 1], [2], [3, 0, 1]])  # type: ignore[arg-type, var-annotated]
+        _, loader = accelerator.prepare(model(), loader)
+        assert [len(rows["input_ids"]) for rows in loader] == [2, 1, 3]
+
+
 EPOCHS = (
     ranks_shuffle_alike_without_a_seed, a_state_of_fewer_processes_is_loaded_on_each_rank, uneven_rings_are_refused,
+    batches_may_be_a_list,
 )  # fmt: skip

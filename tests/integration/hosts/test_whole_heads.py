@@ -15,9 +15,11 @@ from tests.helpers.jobs.trainer_jobs import a_folder, launched, train, trainer_o
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 
-def run_of(why: str, model: str, by: str = "class", pad_to: str = "right", **more: object) -> Run:
+def run_of(
+    why: str, model: str, by: str = "class", pad_to: str = "right", length: int = 23, **more: object
+) -> Run:  # fmt: skip
     """A run of rows of uneven lengths, with metrics of its evaluation and predictions."""
-    rows = Judged(by=by, shortest=9 if pad_to else None, pad_to=pad_to, length=23)
+    rows = Judged(by=by, shortest=9 if pad_to else None, pad_to=pad_to, length=length)
     given = {"metrics": "logits", "predicts": "labelled", **more}
     return Run(why=why, model=model, rows=rows, evaluated=replace(rows, count=5, seed=2), **given)  # type: ignore[arg-type]
 
@@ -27,6 +29,7 @@ RUNS = [
     run_of("the last token's class, padded on the left", "llama of rows", pad_to="left"),
     run_of("a score, regression", "llama of scores", by="score", arguments={"learning_rate": 1e-3}),
     run_of("several classes at once", "llama of rows", by="several"),
+    run_of("several classes at once, as many as tokens", "llama of rows", by="several", pad_to="", length=3),
     run_of("LoRA and a trained head", "llama of rows", lora=("score",), arguments=ACCUMULATED),
     run_of("classes of tokens", "llama of tokens", by="tokens"),
     run_of("classes of tokens, means of batches", "bert of tokens", by="tokens", arguments=ACCUMULATED),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import hf_ring_attn
 import tests.helpers.jobs.refusal_jobs as jobs
@@ -97,6 +98,27 @@ def test_a_model_with_a_table_of_its_own_is_refused_when_it_is_made() -> None:
             build("FalconForCausalLM", "ring_fp32", **own)
     finally:
         hf_ring_attn.install()
+
+
+class Lazy(dict[str, Any]):
+    """As transformers' auto mappings, which `from transformers import *` puts into a program's file."""
+
+    def get(self, key: str, default: Any) -> Any:
+        return super().get(key, default)
+
+
+LAZY = Lazy()
+
+
+class InThisFile(LlamaForCausalLM):
+    """A program's own class."""
+
+
+def test_the_file_of_a_model_may_hold_any_dict_and_may_be_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading failed with a TypeError from a mapping, and with a KeyError for code that was run from no module."""
+    assert build(InThisFile, "ring_fp32", **SIZES) is not None
+    monkeypatch.setattr(InThisFile, "__module__", "run_by_the_program")
+    assert build(InThisFile, "ring_fp32", **SIZES) is not None
 
 
 USES: dict[str, Callable[[Any], Any]] = {
