@@ -68,8 +68,10 @@ def cut_batch(
         number = items.item() if count_as_number and isinstance(items, Tensor) else items
         inputs["num_items_in_batch"] = number / ring.size
     inputs[CACHE] = False
-    if not whole.head:
-        made = context.state(MadeInputs)
+    made = context.state(MadeInputs)
+    if whole.head:  # its call gets whole rows, of which nothing is made
+        made.update({CACHE: False} if batch.get(CACHE) is None else {})
+    else:
         made.update({name: inputs[name] for name in MADE if name in inputs and batch.get(name) is None})
         made.labels, made.shifted = TrackedInput.of(inputs.get("labels")), TrackedInput.of(inputs.get("shift_labels"))
         made.whole_shifted = whole.inputs.get("shift_labels")

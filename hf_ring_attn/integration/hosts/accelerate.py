@@ -198,7 +198,7 @@ def _as_of_several(loader: Any, accelerator: Any) -> Any:
     Warns of a loader of which several rings get unequal numbers.
     """
     uneven_batches.warn_of(loader, accelerator)
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     if hasattr(batches, "__dict__") and not hasattr(batches, "even_batches"):  # torch takes a list of batches, too
         batches.even_batches = accelerator.dataloader_config.even_batches
     return loader

@@ -64,7 +64,7 @@ def uneven_rings_are_refused(accelerator: Any) -> None:
 def batches_may_be_a_list(accelerator: Any) -> None:
     """torch takes a list of rows' numbers, which has no attributes: it failed with an AttributeError."""
     if accelerator.num_processes == CP:  # accelerate cannot deal such batches out to several rings
-        loader = DataLoader(Rows(), batch_sampler=[[0, 1], [2], [3, 0, 1]])  # type: ignore[arg-type, var-annotated]
+        loader = DataLoader(Rows(), batch_sampler=[[0, 1], [2], [3, 0, 1]])
         _, loader = accelerator.prepare(model(), loader)
         assert [len(rows["input_ids"]) for rows in loader] == [2, 1, 3]
 

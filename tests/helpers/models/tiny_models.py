@@ -103,6 +103,7 @@ OF_WHOLE_ROWS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]
     "llama of spans": ("LlamaForQuestionAnswering", {}, "sdpa"),
     "bert of rows": ("BertForSequenceClassification", {**STILL, "num_labels": 3}, "sdpa"),
     "bert of tokens": ("BertForTokenClassification", {**STILL, "num_labels": 3}, "sdpa"),
+    "bert of pairs": ("BertForPreTraining", STILL, "sdpa"),
     "bert of masked tokens": ("BertForMaskedLM", STILL, "sdpa"),
     "esm of masked tokens": ("EsmForMaskedLM", STILL, "sdpa"),
     "modernbert of rows": ("ModernBertForSequenceClassification", {**MODERN, "classifier_pooling": "mean"}, "sdpa"),

@@ -246,6 +246,19 @@ class CountsRight(Trainer):
         return (loss, out) if return_outputs else loss
 
 
+class LearnsPairs(Trainer):
+    """BERT's pretraining, whose second head reads the pooler's output. It was refused by that output."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        ids, labels = inputs["input_ids"], inputs["labels"]
+        out = model(input_ids=ids, attention_mask=inputs["attention_mask"])
+        loss = F.cross_entropy(out.prediction_logits.transpose(1, 2), labels)
+        loss = loss + F.cross_entropy(out.seq_relationship_logits, ids[:, 0] % 2)
+        return (loss, {"loss": loss, "logits": out.prediction_logits}) if return_outputs else loss
+
+
 class HidesLabels(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         return super().compute_loss(model, {**inputs, "labels": own.half_of_the_labels(inputs)}, *given, **named)
@@ -253,6 +266,7 @@ class HidesLabels(Trainer):
 
 RUNS = [
     replace(RUN, why="arguments by name", kind=Named),
+    replace(RUN, why="BERT's pretraining", model="bert of pairs", kind=LearnsPairs),
     replace(RUN, why="a model that takes no count", change=without_keywords),
     replace(RUN, why="a model that takes no count, accumulated", change=without_keywords, arguments=ACCUMULATED),
     replace(RUN, why="twice if a token is special", kind=tokens.Special, arguments=ACCUMULATED),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import MESHES, Ranks, assert_equal_runs, without_ring
@@ -13,6 +14,18 @@ from tests.helpers.jobs.runs import Judged, Mesh, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, train, trainer_of
 
 ACCUMULATED = {"gradient_accumulation_steps": 2}
+
+
+class Around(nn.Module):
+    """A program's own module around a head. It names the inputs that it takes, so it failed with `use_cache`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        return {"loss": out.loss + 0.01 * out.logits.pow(2).mean(), "logits": out.logits}
 
 
 def run_of(
@@ -33,6 +46,7 @@ RUNS = [
     run_of("LoRA and a trained head", "llama of rows", lora=("score",), arguments=ACCUMULATED),
     run_of("classes of tokens", "llama of tokens", by="tokens"),
     run_of("classes of tokens, means of batches", "bert of tokens", by="tokens", arguments=ACCUMULATED),
+    run_of("in a module that takes no use_cache", "llama of tokens", by="tokens", change=Around, arguments=ACCUMULATED),
     run_of("spans", "llama of spans", by="span", arguments={"label_names": ["start_positions", "end_positions"]}),
     run_of("the first token's class, by a pooler", "bert of rows", arguments=ACCUMULATED),
     run_of("the mean's class", "modernbert of rows", pad_to="left"),

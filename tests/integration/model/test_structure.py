@@ -103,14 +103,14 @@ def test_a_model_with_a_table_of_its_own_is_refused_when_it_is_made() -> None:
 class Lazy(dict[str, Any]):
     """As transformers' auto mappings, which `from transformers import *` puts into a program's file."""
 
-    def get(self, key: str, default: Any) -> Any:
+    def get(self, key: str, default: Any) -> Any:  # type: ignore[override]  # as theirs
         return super().get(key, default)
 
 
 LAZY = Lazy()
 
 
-class InThisFile(LlamaForCausalLM):
+class InThisFile(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' own
     """A program's own class."""
 
 
