@@ -266,7 +266,9 @@ class HidesLabels(Trainer):
 
 RUNS = [
     replace(RUN, why="arguments by name", kind=Named),
-    replace(RUN, why="BERT's pretraining", model="bert of pairs", kind=LearnsPairs),
+    replace(
+        RUN, why="BERT's pretraining", model="bert of pairs", kind=LearnsPairs, arguments={"label_names": ["labels"]}
+    ),
     replace(RUN, why="a model that takes no count", change=without_keywords),
     replace(RUN, why="a model that takes no count, accumulated", change=without_keywords, arguments=ACCUMULATED),
     replace(RUN, why="twice if a token is special", kind=tokens.Special, arguments=ACCUMULATED),
