@@ -177,10 +177,12 @@ def _names(code: CodeType) -> Iterator[str]:
 def is_of_program(name: str | None) -> bool:
     """Returns True for a module of the program: none of this package, of Python's own, or of installed packages.
 
+    A module that is not imported is the program's, too.
+
     Packages may be installed anywhere (``pip install --target``): beside them pip puts their metadata.
     """
     root = (name or "").partition(".")[0]
-    if root == "__main__":
+    if root == "__main__" or (root and root not in sys.modules):  # as code that a program ran by exec()
         return True
     module = sys.modules.get(root)
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]

@@ -34,7 +34,7 @@ def test_a_package_that_pip_put_into_a_folder_is_not_the_programs(
 
 def test_installed_packages_and_this_one_are_not_the_programs() -> None:
     assert not any(map(is_of_program, ("transformers.models", "json", "hf_ring_attn.config", "pytest", None, "")))
-    assert is_of_program("__main__") and is_of_program(__name__)
+    assert is_of_program("__main__") and is_of_program(__name__) and is_of_program("never_imported.inner")
 
 
 class Counter:
