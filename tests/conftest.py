@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in set(left_out)]
 
 
-TURN, TURNS = "HF_RING_ATTN_TESTS_TURN", 12
+TURN, TURNS = "HF_RING_ATTN_TESTS_TURN", 16
 
 
 def _turn_of_commit() -> int:

@@ -30,7 +30,7 @@ from ..context.trial_step import TrialStep
 from ..gradients import ddp, fsdp, replicas
 from ..gradients.same_weights import compare_weights
 from ..memory import embedded_inputs, offloading
-from ..model import agreement, call_inputs, liger
+from ..model import agreement, call_inputs, liger, positions
 from ..model.recurrent_ops import RUNNING
 from ..model.ring_calls import in_ring
 from ..model.whole_layers import AROUND
@@ -54,6 +54,7 @@ def admit(model: nn.Module, context: BatchContext, meanwhile: Callable[[], None]
     fsdp.note_trained(model, context)
     compare_weights(model, context)  # before the self-check, which would find a difference without its cause
     check_suspected(model, context, record)
+    positions.warn_of_rows_beyond(model, record, context)
     offloading.reserve(model, record, context)
     masks.prepare_masks(model, context)
     context.log.models.add(model)  # last: one that was refused is refused again
