@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import faulthandler
 import io
 import json
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -38,6 +35,7 @@ import yaml  # type: ignore[import-untyped]
 from hf_ring_attn import cli
 from tests.helpers.live_ranks import start_fork_server
 from tests.helpers.patience import patient
+from tests.helpers.stacks import stack_of, write_on_signal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -140,9 +138,9 @@ def run_blocks(blocks: list[Block], folder: Path) -> str:
         ranks.append((process, mine))
     said: list[tuple[str, str]] = []
     try:
-        for _, wire in ranks:
+        for process, wire in ranks:
             ready = wire.poll(patient(SECONDS))
-            said.append(wire.recv() if ready else ("", f"no answer in time:\n{stacks(ranks[len(said)][0], folder)}"))
+            said.append(wire.recv() if ready else ("", f"no answer in time:\n{stack_of(process.pid, folder)}"))
             if said[-1][1]:  # the rank that failed first may be another
                 said += [other.recv() for _, other in ranks[len(said) :] if other.poll(5)]
                 raise AssertionError("\n".join(failure for _, failure in said if failure))
@@ -153,17 +151,10 @@ def run_blocks(blocks: list[Block], folder: Path) -> str:
     return str(said[0][0])
 
 
-def stacks(process: Any, folder: Path) -> str:
-    """What the threads of a rank that does not answer are doing."""
-    os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    return (folder / f"stacks_{process.pid}").read_text()
-
-
 def _rank(wire: Any, blocks: list[Block], folder: str, rank: int, size: int, ports: list[int]) -> None:
     """A new process: runs the blocks one after another, and answers (what it printed, its failure)."""
     os.chdir(folder)
-    faulthandler.register(signal.SIGUSR1, file=os.open(f"stacks_{os.getpid()}", os.O_WRONLY | os.O_CREAT))
+    write_on_signal(folder)
     _environment(rank, size)
     printed = io.StringIO()
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -7,12 +7,10 @@ world size has its own world, and ranks that failed are stopped and replaced.
 
 from __future__ import annotations
 
-import faulthandler
 import io
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import threading
@@ -32,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hf_ring_attn.errors import RingAttentionError
+from tests.helpers.stacks import stack_of, write_on_signal
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -189,13 +188,7 @@ class _World:
 
     def _stacks(self, silent: list[int]) -> dict[int, str]:
         """The stack of each rank that does not answer, if it can be had."""
-        for rank in silent:
-            pid = self.members[rank].process.pid
-            if pid is not None and self.members[rank].process.is_alive():
-                os.kill(pid, signal.SIGUSR1)
-        if silent:
-            time.sleep(0.2)
-        return {rank: _stack_file(self.folder.name, rank).read_text() for rank in silent}
+        return {rank: stack_of(self.members[rank].process.pid, self.folder.name) for rank in silent}
 
     def stop(self) -> None:
         for member in self.members:
@@ -223,15 +216,10 @@ def start_fork_server() -> None:
                 os.environ[name] = value
 
 
-def _stack_file(folder: str, rank: int) -> Path:
-    return Path(folder, f"stack_of_rank_{rank}")
-
-
 def _serve(wire: Connection, rank: int, world_size: int, folder: str, timeout_seconds: float) -> None:
     """The main loop of a rank: joins the world, then answers requests until the connection closes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    stack = _stack_file(folder, rank).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    write_on_signal(folder)
     failure = _attempt(_join_world, rank, world_size, folder, timeout_seconds).failure
     while True:
         try:

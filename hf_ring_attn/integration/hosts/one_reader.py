@@ -1,7 +1,7 @@
 """dispatch_batches=True in a ring: its first rank reads, and sends each batch to the others.
 
-Images are decoded, and random augmentations drawn, once a ring. All ranks keep the sampler, so that lengths, epochs,
-skipped batches and random states are those of a loader that every rank reads.
+Images are decoded, and random augmentations drawn, once a ring. All ranks keep the sampler, so that lengths, epochs and
+skipped batches are those of a loader that every rank reads, and go on with the random state of the first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ... import errors
 from ...comm.broadcast import tensor_of_first
 from ...comm.ring import Ring
 from ..context.mesh import ring_of_process
+from ..context.ring_random import Draws, follow_first_rank
 
 _WANTED = "dispatch_batches=True"
 _DOING = "sent its batch to the other ranks"
@@ -104,34 +105,38 @@ def exchanged(loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
 
 def _sent(loader: Any, batches: Iterator[Any], ring: Ring) -> Iterator[Any]:
     """The first rank's batches, each after it was sent. An error of the data is sent in place of a batch."""
-    end = object()
     while True:
         tensors: list[Tensor] = []
+        draws = Draws()
         try:
-            batch = next(batches, end)
-            form = recursively_apply(partial(_described, tensors), batch)
-            message = pickle.dumps(form)
+            batch, drew = next(batches), draws.drew()
+            message = pickle.dumps((recursively_apply(partial(_described, tensors), batch), drew))
+        except StopIteration:
+            return
         except Exception as error:
             ring.of_first(f"{type(error).__name__}: {error}", _DOING)
             raise
-        if batch is end:
-            return
         ring.of_first(message, _DOING)
         _compare_ends(loader, ring)
+        if drew:
+            follow_first_rank(ring)
         for tensor in tensors:
             tensor_of_first(tensor, ring, _DOING)
         yield batch
 
 
 def _received(loader: Any, batches: Iterator[Any], ring: Ring) -> Iterator[Any]:
-    """The first rank's batches on another rank, which counts its own."""
+    """The first rank's batches on another rank, which counts its own, and goes on with the first rank's random state if
+    that drew numbers to read: so the program draws the same on all ranks."""
     for _ in batches:
         message = ring.of_first(None, _DOING)
         if isinstance(message, str):
             raise errors.RefusedElsewhere({0: message})
         _compare_ends(loader, ring)
-        device = loader.device or torch.device("cpu")
-        yield recursively_apply(partial(_filled, ring, device), pickle.loads(message), test_type=_is_described)
+        form, drew = pickle.loads(message)
+        if drew:
+            follow_first_rank(ring)
+        yield recursively_apply(partial(_filled, ring, loader.device), form, test_type=_is_described)
 
 
 def _compare_ends(loader: Any, ring: Ring) -> None:
@@ -158,7 +163,7 @@ def _is_described(x: object) -> bool:
     return isinstance(x, _Described)
 
 
-def _filled(ring: Ring, device: torch.device, x: _Described) -> Tensor:
+def _filled(ring: Ring, device: torch.device | None, x: _Described) -> Tensor:
     """The first rank's tensor. The loader put it on its ``device``, or left it where it was."""
-    place = device if device.type == x.device else torch.device(x.device)
+    place = device if device is not None and device.type == x.device else torch.device(x.device)
     return tensor_of_first(torch.empty(x.shape, dtype=x.dtype, device=place), ring, _DOING)

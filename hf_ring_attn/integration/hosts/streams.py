@@ -86,7 +86,8 @@ _WORKERS = (
 
 @around
 def _iter(original: Original, self: Any) -> Iterator[Any]:
-    """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does; shuffles."""
+    """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does. Ranks shuffle
+    alike, and get the batches that one of them reads for all."""
     shuffle_alike(self)
     for batch in one_reader.exchanged(self, original(self)):
         if self.end_of_dataloader and isinstance(self.dataset, DealtStream):

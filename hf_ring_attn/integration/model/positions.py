@@ -16,18 +16,8 @@ _MORE = "a larger factor of its RoPE scaling (recipes/extend-context)"
 _TABLE = "a longer table of positions, which has to be trained"
 
 
-class _Positions:
-    """Those of a model with its current structure; `find` looks once."""
-
-    def __init__(self) -> None:
-        self._found: tuple[int, str] | None = None
-        self._is_known = False
-
-    def find(self, model: nn.Module, configs: list[Any]) -> tuple[int, str] | None:
-        if not self._is_known:
-            self._is_known = True
-            self._found = positions_of(configs[0], model) if configs else None
-        return self._found
+class _Found(list["tuple[int, str] | None"]):
+    """The `positions_of` a model with its current structure, once they were asked for."""
 
 
 def positions_of(config: Any, model: nn.Module) -> tuple[int, str] | None:
@@ -49,14 +39,17 @@ def positions_of(config: Any, model: nn.Module) -> tuple[int, str] | None:
 
 def warn_of_rows_beyond(model: nn.Module, record: ModelRecord, context: BatchContext) -> None:
     """Warns once of rows with more positions than the model has: it computes them, but never learned them."""
-    largest = context.facts.max_position
-    found = None if largest is None else record.state(_Positions).find(model, record.configs)
-    if found is not None and largest is not None and largest >= found[0]:
-        warn(_BEYOND.format(name_of(model), *found), everywhere=False)
+    largest, known = context.facts.max_position, record.state(_Found)
+    if largest is None or not record.configs:
+        return
+    if not known:
+        known.append(positions_of(record.configs[0], model))
+    if known[0] is not None and largest >= known[0][0]:
+        warn(_BEYOND.format(name_of(model), *known[0]), everywhere=False)
 
 
 _BEYOND = (
-    "rows have more tokens than the {1:,} positions in the config of {0}. If it was trained at no more, it needs {2}, "
+    "rows have tokens beyond the {1:,} positions in the config of {0}. If it was trained at no others, it needs {2}, "
     "in a ring as in one process."
 )
 

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer
 
 from hf_ring_attn import errors
 from hf_ring_attn.integration.hosts.one_reader import ReadOnce
@@ -79,16 +80,26 @@ class Augmented(Dataset[Row]):
         return {**row, "input_ids": torch.where(torch.rand(noise.shape) < 0.2, noise, row["input_ids"])}
 
 
+class Masks(Trainer):
+    """Masks tokens at random in its own step, too."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        hidden = torch.rand(inputs["input_ids"].shape) < 0.15
+        inputs = {**inputs, "input_ids": inputs["input_ids"].masked_fill(hidden, 5)}
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
 RUN = Run(why="", rows=Rows(count=8), arguments={**DISPATCHED, "eval_strategy": "no"})
 
 
-def trained(mesh: Mesh, broken: int | None = None) -> tuple[list[dict[str, float]], int, str]:
+def trained(
+    mesh: Mesh, kind: type[Trainer] = Trainer, broken: int | None = None
+) -> tuple[list[dict[str, float]], int, str]:
     """The log, how many rows this rank read, and its error."""
-    torch.manual_seed(torch.distributed.get_rank())  # only the first rank's draws count
+    torch.manual_seed(0)
     with launched(mesh), a_folder(None) as folder:
         data, error = Augmented(RUN.rows, broken), ""
-        trainer = trainer_of(RUN, mesh, folder, train_dataset=data)
-        torch.manual_seed(5 * torch.distributed.get_rank())
+        trainer = trainer_of(RUN, mesh, folder, kind=kind, train_dataset=data)
         try:
             trainer.train()
         except (OSError, errors.Refused) as raised:
@@ -96,17 +107,19 @@ def trained(mesh: Mesh, broken: int | None = None) -> tuple[list[dict[str, float
         return numbers(trainer.state.log_history), data.reads, error
 
 
-def test_random_augmentations_are_those_of_one_process_and_read_once(ranks: Ranks) -> None:
-    want, reads, error = ranks(1).run(trained, Mesh())[0]
+@pytest.mark.parametrize("kind", [Trainer, Masks])
+def test_random_augmentations_are_those_of_one_process_and_read_once(ranks: Ranks, kind: type[Trainer]) -> None:
+    """The other ranks drew on where the first had drawn more, so that masks of the program's own step differed."""
+    want, reads, error = ranks(1).run(trained, Mesh(), kind)[0]
     assert not error and reads >= 8
-    first, second = ranks(2).run(trained, Mesh(cp=2))
+    first, second = ranks(2).run(trained, Mesh(cp=2), kind)
     assert (first[1], second[1]) == (reads, 0)
     for log, _, error in (first, second):
         assert not error and log == [pytest.approx(entry, rel=LOSS) for entry in want]
 
 
 def test_a_row_that_cannot_be_read_ends_all_ranks(ranks: Ranks) -> None:
-    first, second = ranks(2).run(trained, Mesh(cp=2), 3)
+    first, second = ranks(2).run(trained, Mesh(cp=2), Trainer, 3)
     assert first[2] == "OSError: row 3 cannot be read"
     assert second[2].startswith("RefusedElsewhere: ") and "rank 0: OSError: row 3 cannot be read" in second[2]
 
