@@ -321,7 +321,7 @@ class Pulls:
         return TwoStreams(self.other_stream if two_streams else None, self.device)
 
     def _compute(self) -> Any:
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.device.index)  # of a device, torch looks up the index at each call
 
     def _event(self, stream: Any) -> Any:
         event = torch.cuda.Event()

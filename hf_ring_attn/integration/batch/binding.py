@@ -24,7 +24,7 @@ from ..attention import masks
 from ..context import batch_context, introspect, model_record
 from ..context.batch_context import BatchContext
 from ..context.introspect import TOKENS
-from ..context.model_record import Visits
+from ..context.model_record import ModelRecord, Visits
 from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
 from ..gradients import ddp, fsdp, replicas
@@ -87,6 +87,13 @@ class _Unregistered(list[weakref.ref[nn.Module]]):
     """Modules that a model calls, though it does not contain them: found in its first forward in a ring, in order."""
 
     searched = False
+
+
+class _TextParts(dict[int, bool]):
+    """Answers of `_reads_text` by the id of a part, for as long as the model has these parts.
+
+    Finding out visits all modules of a part, and checkpointing calls each part by itself, in each backward.
+    """
 
 
 class Binding:
@@ -166,7 +173,7 @@ class Binding:
         """The hook before every module."""
         if batch_context.current() is not self.context:  # another batch's, or the self-check's
             return
-        known = self._is_known(module)
+        known = self._record_of(module) is not None
         # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
         if (known and self.running is not None) or in_score_mod() or next(module.parameters(), None) is None:
             return
@@ -195,17 +202,24 @@ class Binding:
             call_inputs.watch(module, self.context, self.leaving, self.paused, inside=True)
         self.leaving.enter_context(module.register_forward_hook(self.after, always_call=True))
 
-    def _is_known(self, module: nn.Module) -> bool:
-        """Returns True for an admitted model, in wrappers or not, and for a part of one."""
+    def _record_of(self, module: nn.Module) -> ModelRecord | None:
+        """The record of the admitted model which ``module`` is, in wrappers or not, or of which it is a part."""
         inner = introspect.inside(module)
-        return any(model_record.latest_record(model).holds(inner) for model in self.context.log.models)
+        records = (model_record.latest_record(model) for model in self.context.log.models)
+        return next((record for record in records if record.holds(inner)), None)
 
     def _is_text_part(self, module: nn.Module) -> bool:
         """Returns True for a text model inside a known model. A call of it alone may have other inputs."""
         inner, context = introspect.inside(module), self.context
         if context.text is not None or any(introspect.inside(model) is inner for model in context.log.models):
             return False
-        return _reads_text(inner)
+        record = self._record_of(inner)
+        if record is None:
+            return _reads_text(inner)
+        parts = record.state(_TextParts)
+        if id(inner) not in parts:
+            parts[id(inner)] = _reads_text(inner)
+        return parts[id(inner)]
 
     def _is_no_model(self, module: nn.Module) -> bool:
         """Returns True for a module around a named model, and for one beside a host's, whose own loss was tried."""

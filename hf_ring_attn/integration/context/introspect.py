@@ -21,6 +21,8 @@ NAME = "ring_fp32"
 """Ring attention's name in transformers' registries."""
 TOKENS = ("input_ids", "inputs_embeds")
 DDP, _FABRIC = "DistributedDataParallel", "_FabricModule"
+_IN_WRAPPERS = frozenset(("module", "_forward_module", "_orig_mod"))
+"""The names that wrappers of DDP, Fabric and torch.compile have for the model inside them."""
 _OF_WRAPPERS = ("torch.distributed.", "lightning.fabric.", "lightning_fabric.")
 CACHES = ("cache", "past_key_values")
 """The argument that holds a model's cache: its name since transformers 5.24, and before."""
@@ -55,6 +57,8 @@ def uses_ring(model: nn.Module) -> bool:
 
 def unwrapped(model: nn.Module) -> list[nn.Module]:
     """``model``, and the models inside it, through wrappers of DDP, Fabric and torch.compile; the last is none."""
+    if _IN_WRAPPERS.isdisjoint(model._modules):  # this is asked of each part that checkpointing calls
+        return [model]
     if is_ddp(model):
         # A program's own kind of DDP may compute something else in its forward.
         place = type(model).forward.__module__.partition(".")[0]
