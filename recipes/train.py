@@ -158,6 +158,12 @@ def load_rows(settings: dict[str, Any], name: str) -> Dataset | None:
     return rows.remove_columns("tokens") if counted else rows
 
 
+def is_one_ring() -> bool:
+    """Returns True if all processes share each row: several rings would need rows for whole steps."""
+    ranks = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+    return ranks > 1 and ranks == PartialState().num_processes
+
+
 def arguments(settings: dict[str, Any], columns: Sequence[str], checkpoint: Path | None) -> SFTConfig:
     """SFTConfig as the recipe and the columns of its data say; what a ring wants otherwise is the default here.
 
@@ -172,6 +178,8 @@ def arguments(settings: dict[str, Any], columns: Sequence[str], checkpoint: Path
     }  # fmt: skip
     if packed or PICTURES in columns:
         given["max_length"] = None  # rows are as long as they may be; TRL would cut documents or pictures
+    if PICTURES in columns and is_one_ring():
+        given["accelerator_config"] = {"dispatch_batches": True}  # one rank prepares the pictures, for all
     given["use_cpu"] = ON_CPU
     try:
         return SFTConfig(**given)

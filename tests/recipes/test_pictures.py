@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,18 @@ def test_a_frozen_tower_has_no_backward(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.argv", ["train.py", str(RECIPES / "vlm/config.yaml"), "--toy"])
     train.main()
     assert len(found) == 3 and not any(x.requires_grad for x in found)
+
+
+@pytest.mark.parametrize(("ring_size", "processes", "dispatches"), [("2", 2, True), ("2", 4, None), ("1", 1, None)])
+def test_one_rank_prepares_the_pictures_if_all_share_a_row(
+    ring_size: str, processes: int, dispatches: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train = program("train")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", ring_size)
+    monkeypatch.setattr(train, "PartialState", lambda: SimpleNamespace(num_processes=processes))
+    settings = {"training": {"output_dir": str(tmp_path)}}
+    assert train.arguments(settings, ["images"], None).accelerator_config.dispatch_batches is dispatches
+    assert train.arguments(settings, ["input_ids"], None).accelerator_config.dispatch_batches is None
 
 
 def test_conversations_are_learned_by_their_last_turn_and_long_ones_left_out(tmp_path: Path, model: Path) -> None:
