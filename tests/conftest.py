@@ -100,13 +100,18 @@ def pytest_report_header(config: pytest.Config) -> str:
 def _left_out_by_turns(items: list[pytest.Item]) -> list[pytest.Item]:
     """The rows of tables marked `turns` that are another commit's."""
     tables: dict[str, list[str]] = {}
+    parts: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("turns") is not None:
-            tables.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+        mark = item.get_closest_marker("turns")
+        if mark is not None:
+            table = item.nodeid.partition("[")[0]
+            tables.setdefault(table, []).append(item.nodeid)
+            parts[table] = mark.args[0] if mark.args else TURNS
     mine: set[str] = set()
     for table, rows in tables.items():  # mixed, since neighbours in a table are alike
-        first = (int(os.environ[TURN]) + crc32(table.encode())) % TURNS  # else tests of one row were all of one part
-        mine.update(sorted(rows, key=lambda row: crc32(row.encode()))[first::TURNS])
+        step = parts[table]
+        first = (int(os.environ[TURN]) + crc32(table.encode())) % step  # else tests of one row were all of one part
+        mine.update(sorted(rows, key=lambda row: crc32(row.encode()))[first::step])
     return [item for item in items if item.get_closest_marker("turns") is not None and item.nodeid not in mine]
 
 

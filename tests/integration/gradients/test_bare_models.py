@@ -126,6 +126,7 @@ def trained(
 CASES = [(name, kind) for name in PROGRAMS for kind in ("", "recomputed", "reentrant")]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(("name", "checkpoints"), CASES)
 def test_a_plain_loop_that_reads_gradients_steps_as_one_process(ranks: Ranks, name: str, checkpoints: str) -> None:
     want = trained(name, False)

@@ -162,6 +162,7 @@ def run(name: str, rings: int, **options: Any) -> tuple[Weights, list[float]]:
     return in_steps(model.train(), rings, program, **options)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_loop_under_ddp_steps_as_one_process(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
@@ -228,6 +229,7 @@ def trained(mesh: Mesh, kind: Any, accumulates: int) -> list[float]:
         return [entry[name] for entry in trainer.state.log_history for name in ("loss", "grad_norm") if name in entry]
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("accumulates", [1, 2])
 @pytest.mark.parametrize("kind", [None, LoHaConfig, LoKrConfig])
 def test_a_trainer_that_switches_adapters_or_drops_modules_steps_as_one_process(

@@ -60,6 +60,7 @@ def run(kind: str, name: str) -> tuple[Weights, list[float]]:
         return test_ddp.run(name, 2)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", ["switches_without_sync", "thaws", "freezes", "two_backwards"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_steps_as_one_process(ranks: Ranks, kind: str, name: str) -> None:

@@ -43,6 +43,7 @@ PARTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("parts", PARTS, ids=lambda parts: parts.why)
 def test_parts_train_as_one_process(ranks: Ranks, parts: Parts) -> None:
     losses, want = jobs.alone(parts)

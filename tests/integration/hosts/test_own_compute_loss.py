@@ -121,12 +121,14 @@ def compare(ranks: Ranks, call: str, use: str, steps: int = 1) -> None:
         torch.testing.assert_close(got[2], weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_may_leave_out_what_one_process_does_not_know(ranks: Ranks, call: str) -> None:
     """Without the count each rank took a mean of its own, and without the rest it could not know: all were refused."""
     compare(ranks, call, "logged")
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("use", USES[1:])
 def test_a_loss_may_be_used_as_in_one_process(ranks: Ranks, use: str) -> None:
     """A rank got its part, of which a clamp or a ratio is no part of the whole one's: all were refused."""
@@ -382,6 +384,7 @@ def loop_alone(kind: str) -> tuple[list[float], Tensor]:
     return losses, torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kind", ["plain", "LoRA", "compiled", "compiled in place", "compiled in place, not named"])
 def test_a_loop_reads_the_loss_of_the_batch(ranks: Ranks, kind: str) -> None:
     losses, gradient = loop_alone(kind)

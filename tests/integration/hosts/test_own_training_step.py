@@ -121,6 +121,7 @@ def trained(kind: type[Trainer], callbacks: list[TrainerCallback], mesh: Mesh, f
         return numbers(trainer.state.log_history), torch.cat([x.flatten() for x in whole])
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize(
     ("kind", "callbacks", "fsdp"),
     [

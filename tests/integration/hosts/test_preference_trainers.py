@@ -173,6 +173,7 @@ def test_what_would_differ_is_refused(ranks: Ranks, why: str, options: dict[str,
         assert said.startswith(text), said
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kinds", [OTHER_ROWS, SPREAD], ids=["other rows", "rows gathered"])
 @pytest.mark.parametrize("case", [Case("DPO"), Case("KTO", SEQUENTIAL, kto=True)], ids=lambda case: case.why)
 def test_a_loss_of_a_programs_own(ranks: Ranks, case: Case, kinds: tuple[Any, Any]) -> None:

@@ -58,6 +58,7 @@ def trained(mesh: Mesh, kind: type[Trainer], metrics: bool) -> list[dict[str, fl
         return numbers(trainer.state.log_history)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("metrics", [False, True])
 @pytest.mark.parametrize("kind", [Masks, MasksTraining, MasksLater])
 def test_evaluations_leave_random_masks_as_in_one_process(ranks: Ranks, kind: type[Trainer], metrics: bool) -> None:

@@ -180,6 +180,7 @@ def test_it_is_refused_before_the_first_step(ranks: Ranks, case: Case, options: 
         assert re.match(text, said), said
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("averaged", [True, False])
 @pytest.mark.parametrize("kind", [Penalised, Focal, Uncounted])
 def test_a_subclass_may_compute_its_loss_by_its_parent_s(ranks: Ranks, kind: type[SFTTrainer], averaged: bool) -> None:

@@ -102,6 +102,7 @@ def gradients(sums: str, counted: str, rows: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("sums", SUMS)
 def test_counts_of_whole_rows_give_the_gradients_of_one_process(ranks: Ranks, sums: str) -> None:
     for rows in LENGTHS:
@@ -111,6 +112,7 @@ def test_counts_of_whole_rows_give_the_gradients_of_one_process(ranks: Ranks, su
                 torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("sums", [*SUMS, "means of logits", "not linear"])
 def test_counts_of_a_rank_are_refused(ranks: Ranks, sums: str) -> None:
     """Sums by index, and weights of each token, were not seen: the gradient was wrong by half of its norm, silently."""

@@ -337,6 +337,7 @@ def refused(why: str, trains: str = "") -> None:
         assert sharded.ring.size == 1 or all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_loss_by_hand_is_refused_on_every_rank(ranks: Ranks, why: str) -> None:
     """Shifted on each rank, labels of chunks' last tokens were lost; a mean counted ranks with few labels too much."""

@@ -79,6 +79,7 @@ def run(
     return found
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kind", ["", "reentrant", "fsdp2"])
 @pytest.mark.parametrize("save", [False, True])
 def test_kept_layers_run_once_with_the_same_bits(ranks: Ranks, save: bool, kind: str) -> None:

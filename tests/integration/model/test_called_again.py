@@ -87,6 +87,7 @@ def alone(calls: list[Call]) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients_of(model)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_each_call_has_its_own_mask(ranks: Ranks, calls: list[Call], checkpointed: bool) -> None:

@@ -25,12 +25,14 @@ AS_MANY_ROWS = tokens(23, rows=12)
 """As many rows as a rank has tokens."""
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("kind", [*jobs.EXACT, *jobs.SHARING])
 def test_rows(ranks: Ranks, kind: str) -> None:
     """Keys in a dict were lost: silently, also in the self-check. What stood in place of weights was dropped."""
     assert max(ranks(2).run(jobs.away, kind, [tokens(23), AS_MANY_ROWS])) < EXACT
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("batch", [documents(9, 14), EQUAL], ids=["documents", "equal documents"])
 @pytest.mark.parametrize("kind", jobs.EXACT)
 def test_documents(ranks: Ranks, kind: str, batch: Batch) -> None:

@@ -179,6 +179,7 @@ def compiled_step(power: int, part: str) -> tuple[float, str]:
         return 0.0, f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("part", ["wrapped", "in place", "inside"])
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_function_of_the_loss_that_is_compiled_with_its_model(ranks: Ranks, power: int, part: str) -> None:

@@ -22,11 +22,13 @@ EQUAL = jobs.documents(12, 12)
 """Each document has as many tokens as a rank of two."""
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("change", [change for change in jobs.CHANGES if change != MEMORY])
 def test_whole_rows(ranks: Ranks, change: str) -> None:
     assert max(ranks(2).run(jobs.away, change, [tokens(23)])) < EXACT
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("batch", [jobs.documents(9, 14), EQUAL], ids=["documents", "equal documents"])
 @pytest.mark.parametrize("change", [change for change in jobs.CHANGES if change not in {*IN_PACKED_ROWS, MEMORY}])
 def test_documents(ranks: Ranks, change: str, batch: Batch) -> None:
@@ -98,6 +100,7 @@ def test_a_layer_that_ctrl_c_interrupts_leaves_its_rows_to_no_other_model() -> N
     assert torch.equal(other(**whole).logits, want)
 
 
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("keeps_old", [False, True], ids=["alone", "beside the old one"])
 @pytest.mark.parametrize("kinds", jobs.EXCHANGES)
 def test_a_convolution_that_comes_between_batches_and_another_in_its_place(
