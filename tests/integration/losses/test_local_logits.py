@@ -288,7 +288,6 @@ def summed_up(loss_of: str, trains: str = "") -> tuple[Tensor, dict[str, Tensor]
     return trained(BATCH, EXACT[loss_of], in_ring=True, trains=trains)
 
 
-@pytest.mark.turns(4)
 @pytest.mark.parametrize("loss_of", EXACT)
 def test_a_sum_over_the_shifted_labels_is_exact(ranks: Ranks, loss_of: str) -> None:
     want = trained(BATCH, lambda model, sharded: model(**sharded.inputs).loss, in_ring=False)
