@@ -107,9 +107,9 @@ RUNS = {
     ],
 }  # fmt: skip
 MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"
-TOY_ONLY = "This recipe ran on CPUs only, at toy size."
 NOT_MEASURED = {
-    "full-1m": f"{MISSING} of Qwen3-8B. {TOY_ONLY} The nearest measured steps:",
+    "full-1m": f"{MISSING} of Qwen3-8B. On a GPU this recipe ran with one of the model's layers, in a ring whose ranks shared it, "
+    "with the loss of one process ([results](../../recipes/results/2026-11-30-full-1m-one-layer)). The nearest measured steps:",
     "multi-node": f"{MISSING} of rings on several machines. On GPUs it ran as two nodes that share one, with the losses of one "
     "process ([results](../../recipes/results/2026-11-30-nodes-of-rings)).",
 }
