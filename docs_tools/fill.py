@@ -23,9 +23,10 @@ PARTS = {**numbers.TABLES, **more_tables.MORE, **reference.PARTS, **recipes.PART
 
 
 def pages() -> list[Path]:
-    """Every page whose numbers are generated."""
-    docs, folders = (REPOSITORY / "docs").rglob("*.md"), (REPOSITORY / "recipes").glob("*/README.md")
-    return [REPOSITORY / "README.md", *sorted(docs), *sorted(folders)]
+    """Every page whose numbers are generated. The index of results, which tells of links in the others, is the last."""
+    docs, folders = (REPOSITORY / "docs").rglob("*.md"), set((REPOSITORY / "recipes").glob("*/README.md"))
+    results = REPOSITORY / "recipes/results/README.md"
+    return [REPOSITORY / "README.md", *sorted(docs), *sorted(folders - {results}), results]
 
 
 def filled(page: Path) -> str:
@@ -49,13 +50,17 @@ def filled(page: Path) -> str:
 
 def main() -> int:
     """Returns the exit code."""
-    stale = [page for page in pages() if filled(page) != page.read_text()]
-    if "--check" in sys.argv:
-        sys.stderr.writelines(f"{page.relative_to(REPOSITORY)}: run python -m docs_tools.fill\n" for page in stale)
-        return 1 if stale else 0
-    for page in stale:
-        page.write_text(filled(page))
-    return 0
+    check, stale = "--check" in sys.argv, 0
+    for page in pages():
+        text = filled(page)
+        if text == page.read_text():
+            continue
+        stale += 1
+        if check:
+            sys.stderr.write(f"{page.relative_to(REPOSITORY)}: run python -m docs_tools.fill\n")
+        else:
+            page.write_text(text)
+    return int(check and stale > 0)
 
 
 if __name__ == "__main__":
