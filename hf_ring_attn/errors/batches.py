@@ -216,13 +216,18 @@ class FeaturesSplit(Refused):
 
 
 class PooledOutput(Refused):
-    """An output without an entry for each token differs from one process's."""
+    """An output without an entry for each token differs from one process's. ``gathers``: those of tokens are whole."""
 
-    def __init__(self, model: str, output: str, ring_size: int) -> None:
+    def __init__(self, model: str, output: str, ring_size: int, gathers: bool) -> None:
+        todo = "Leave it out, and pool the hidden states that the model returns: outside of it they are of whole rows"
+        if not gathers:
+            todo = (
+                "Call the model without labels in hf_ring_attn.whole_rows(model); or leave the output out "
+                "(add_pooling_layer=False), and pool by sharded.row_mean"
+            )
         super().__init__(
             f"{model} returns {output!r}, which has no entry for each token, and in a ring of {ring_size} it differs "
-            "from one process: each rank pools its own tokens. Call the model in hf_ring_attn.whole_rows(model); or "
-            f"leave the output out (add_pooling_layer=False), and pool by sharded.row_mean. {_UNCHECKED}"
+            f"from one process: each rank pools its own tokens. {todo}. {_UNCHECKED}"
         )
 
 

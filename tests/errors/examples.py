@@ -151,6 +151,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "PlanNotWritten": [{"why": "it is a file"}],
+    "PooledOutput": [{"gathers": False}, {"gathers": True}],
     "PooledLoss": [{"what": "the loss of MyTrainer"}],
     "FeaturesSplit": [{"names": ["values"]}],
 }  # fmt: skip

@@ -53,9 +53,9 @@ def _kind(head: Any) -> Any:
 
 
 def _check(model: nn.Module, head: Any, context: BatchContext) -> None:
+    if body_of(model) is not None:
+        raise errors.UnnamedModel(class_of(head))
     if _kind(head) is not ForCausalLMLoss:
-        if body_of(model) is not None:
-            raise errors.UnnamedModel(class_of(head))
         raise errors.LossNotSharded(f"the loss of {class_of(head)}, which is no causal language model's,")
     function = programs_own(head.loss_function)  # a user or a class may replace it
     if not context.gathers_logits and function is not ForCausalLMLoss:

@@ -32,13 +32,17 @@ from ..patching.modules import attach
 OF_TOKENS = (ForTokenClassification, ForMaskedLMLoss)
 OF_ROWS = (ForSequenceClassificationLoss, ForQuestionAnsweringLoss)
 """The losses of transformers' heads that get whole rows: of tokens' own labels, and of whole rows."""
+_UNNAMED = "ForPreTraining"
+"""In names of classes whose loss is of tokens' own labels and of a row's, which transformers' table does not name."""
 _BY_HOST = "hf_ring_attn gathers hidden states"
 
 
 def body_of(model: nn.Module) -> Any:
     """The model below a head that gets whole rows; None for other models."""
     head: Any = loss_model_of(model)
-    if LOSS_MAPPING.get(str(getattr(head, "loss_type", None))) not in (*OF_TOKENS, *OF_ROWS):
+    kind = LOSS_MAPPING.get(str(getattr(head, "loss_type", None)))
+    is_unnamed = kind is None and any(_UNNAMED in one.__name__ for one in type(head).__mro__)
+    if not is_unnamed and kind not in (*OF_TOKENS, *OF_ROWS):
         return None
     body = getattr(head, "base_model", head)
     return None if body is head else body

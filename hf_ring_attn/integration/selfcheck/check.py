@@ -362,7 +362,8 @@ class _Check(AcrossRanks):
         pooled = compared.pooled_errors(whole, share)
         first = next((n for n, error in enumerate(pooled.values()) if not error <= limit), len(pooled))
         first = min(int(self._everywhere([float(first)]).min()), len(pooled))  # of another ring, perhaps
-        raise errors.PooledOutput(self.name, [*pooled, "an output"][first] or "a tensor", self.ring.size)
+        name = [*pooled, "an output"][first] or "a tensor"
+        raise errors.PooledOutput(self.name, name, self.ring.size, self.context.gathers_logits)
 
     def _refuse_other_weights(self, whole: Any, least: float) -> None:
         """Refuses ranks whose answers to the whole row differ, which each of them computed alone."""

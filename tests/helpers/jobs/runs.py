@@ -104,9 +104,9 @@ class Judged(Rows):
     """Samples for a head of whole rows.
 
     Args:
-        by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "masked" tokens (every
-            fifth alone has a label), tokens masked at "random" in each batch, tokens "everywhere", padding too, a
-            "span" of tokens, or "nothing".
+        by: a "class" of the row, a "score", "several" classes at once, a class of "tokens", "replaced" tokens, "masked"
+            tokens (every fifth alone has a label), "pairs" (those, and a class of the row), tokens masked at "random"
+            in each batch, tokens "everywhere", padding too, a "span" of tokens, or "nothing".
     """
 
     by: str = "class"
@@ -116,15 +116,18 @@ class Judged(Rows):
         generator = torch.Generator().manual_seed(self.seed + 1)
         for index, row in enumerate(rows):
             ids = row["input_ids"] = row["input_ids"].clamp(min=1)  # 0 is padding
-            if self.by == "masked":
+            if self.by in ("masked", "pairs"):
                 row["labels"] = row["labels"].masked_fill(torch.arange(len(ids)) % 5 != index % 5, -100)
                 row["input_ids"] = ids.masked_fill(row["labels"] != -100, VOCABULARY - 1)
+                row |= {"next_sentence_label": torch.tensor(index % 2)} if self.by == "pairs" else {}
             elif self.by == "random":
                 row["labels"] = ids
             elif self.by == "everywhere":
                 row["position_ids"] = torch.arange(len(ids))
             elif self.by == "tokens":
                 row["labels"] = (row["labels"] % 3).masked_fill(row["labels"] == -100, -100)
+            elif self.by == "replaced":
+                row["labels"] = row["labels"].clamp(min=0) % 2
             elif self.by == "nothing":
                 del row["labels"]
             elif self.by == "span":

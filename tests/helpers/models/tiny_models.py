@@ -104,6 +104,7 @@ OF_WHOLE_ROWS: dict[str, tuple[str | type[PreTrainedModel], dict[str, Any], str]
     "bert of rows": ("BertForSequenceClassification", {**STILL, "num_labels": 3}, "sdpa"),
     "bert of tokens": ("BertForTokenClassification", {**STILL, "num_labels": 3}, "sdpa"),
     "bert of pairs": ("BertForPreTraining", STILL, "sdpa"),
+    "electra of replaced tokens": ("ElectraForPreTraining", {**STILL, "embedding_size": 32}, "sdpa"),
     "bert of masked tokens": ("BertForMaskedLM", STILL, "sdpa"),
     "esm of masked tokens": ("EsmForMaskedLM", STILL, "sdpa"),
     "modernbert of rows": ("ModernBertForSequenceClassification", {**MODERN, "classifier_pooling": "mean"}, "sdpa"),

@@ -58,6 +58,14 @@ RUNS = [
         predicts="unlabelled",
         arguments=ACCUMULATED,
     ),
+    run_of(
+        "masked tokens and pairs, in one loss",
+        "bert of pairs",
+        by="pairs",
+        metrics="",
+        predicts="",
+        arguments={**ACCUMULATED, "label_names": ["labels", "next_sentence_label"]},
+    ),
     run_of("masked tokens, means of batches", "bert of masked tokens", by="masked", arguments=ACCUMULATED),
     run_of("masked tokens of all batches", "modernbert of masked tokens", by="masked", arguments=ACCUMULATED),
     run_of(

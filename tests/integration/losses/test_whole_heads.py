@@ -51,6 +51,8 @@ CASES = [
     Case("spans", "llama of spans", "span"),
     Case("the first token's class, by a pooler", "bert of rows"),
     Case("the mean's class", "modernbert of rows", pad_to="left"),
+    Case("masked tokens and pairs, in one loss", "bert of pairs", "pairs"),
+    Case("replaced tokens", "electra of replaced tokens", "replaced"),
     Case("masked tokens, a mean", "bert of masked tokens", "masked"),
     Case("masked tokens, all logits", "bert of masked tokens", "masked", ring=RingConfig(loss="sharded")),
     Case("labels of padding, whose embeddings a mask zeroes", "esm of masked tokens", "everywhere"),
