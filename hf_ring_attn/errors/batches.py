@@ -181,7 +181,8 @@ class SelfCheckNotRun(Refused):
         advice = f"Install tested versions first: pip install {tested}. " if tested else ""
         super().__init__(
             f"the self-check could not run {model} on {row} of {tokens} random tokens: {error}. So its exactness in a "
-            f"ring is unknown. If one process fails on your batch, too, correct that first. {advice}{_UNCHECKED}"
+            f"ring is unknown. {advice}Try your batch in one process: if it fails there, too, correct it. Only if it "
+            f"does not: {_UNCHECKED}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,13 @@ from torch import Tensor
 from ... import errors
 from ...comm.meeting import meet
 from ...comm.ring import Ring
-from .compare import spread
+from ..context.tensor_tree import tensors_of
+from ..gradients.same_weights import SAME_WEIGHTS
+from .compare import relative, spread
 from .tolerance import tolerance
 from .trial import StepResult, distances
+
+_SAME_WEIGHTS = f"The self-check ran it on every rank alone, so their weights differ. {SAME_WEIGHTS}"
 
 
 def stays_in(ring: Ring, sharding: Sequence[Ring]) -> bool:
@@ -84,3 +89,12 @@ class AcrossRanks:
     def _apart(self, got: StepResult, want: StepResult) -> list[float]:
         """The relative distance of the loss and of each gradient, the largest on any rank."""
         return [float(x) for x in self._everywhere(distances(got, want)).amax(0)]
+
+    def _refuse_other_weights(self, whole: Any, least: float) -> None:
+        """Refuses ranks whose answers to the whole row differ, which each of them computed alone."""
+        answer = next(x for _, x in tensors_of(whole) if x.is_floating_point() and x.dim())
+        answers = self._gathered(answer.flatten()[:256])
+        away = relative(answers, answers[:1].expand_as(answers), 0)
+        if float(away.max()) > least:
+            norms: list[object] = [f"{float(x.norm()):.6g}" for x in answers]
+            raise errors.RanksDiffer("answer to the same row (its norm)", norms, _SAME_WEIGHTS)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import Trainer
 
 from hf_ring_attn import RingConfig
 from tests.helpers.jobs.comparison import MESHES, Ranks, assert_equal_runs, without_ring
@@ -28,6 +31,18 @@ class Around(nn.Module):
         return {"loss": out.loss + 0.01 * out.logits.pow(2).mean(), "logits": out.logits}
 
 
+class OfFirstWords(Trainer):
+    """Makes its own classes of rows; the batch's labels, of tokens, are for another model. It was `SelfCheckNotRun`."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        ids = inputs["input_ids"]
+        out = model(input_ids=ids, attention_mask=inputs["attention_mask"])
+        loss = cross_entropy(out.logits, ids[:, 0] % 3)
+        return (loss, out) if return_outputs else loss
+
+
 def run_of(
     why: str, model: str, by: str = "class", pad_to: str = "right", length: int = 23, **more: object
 ) -> Run:  # fmt: skip
@@ -41,6 +56,16 @@ RUNS = [
     run_of("the last token's class", "llama of rows", arguments=ACCUMULATED),
     run_of("the last token's class, padded on the left", "llama of rows", pad_to="left"),
     run_of("a score, regression", "llama of scores", by="score", arguments={"learning_rate": 1e-3}),
+    run_of("labels that no one uses", "llama of rows", by="tokens", metrics="", predicts="", kind=OfFirstWords),
+    run_of(
+        "FSDP2, labels that no one uses",
+        "llama of rows",
+        by="tokens",
+        metrics="",
+        predicts="",
+        kind=OfFirstWords,
+        fsdp2=True,
+    ),
     run_of("several classes at once", "llama of rows", by="several"),
     run_of("several classes at once, as many as tokens", "llama of rows", by="several", pad_to="", length=3),
     run_of("LoRA and a trained head", "llama of rows", lora=("score",), arguments=ACCUMULATED),

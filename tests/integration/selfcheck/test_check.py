@@ -232,8 +232,9 @@ def test_a_model_that_takes_no_such_row_is_refused(ranks: Ranks, wrap: str) -> N
         assert (error, steps) == ("SelfCheckNotRun", 0)
         assert text == (
             "the self-check could not run RemoteModel on 2 rows of 26 random tokens: IndexError: wants 30. So its "
-            "exactness in a ring is unknown. If one process fails on your batch, too, correct that first. "
-            "hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it unchecked, at your own risk."
+            "exactness in a ring is unknown. Try your batch in one process: if it fails there, too, correct it. Only "
+            "if it does not: hf_ring_attn.configure(model, RingConfig(self_check=False)) trains it unchecked, at your "
+            "own risk."
         )
 
 
