@@ -236,14 +236,14 @@ class Ring:
 
     def agree(
         self, facts: Mapping[str, object], device: torch.device, todo: str = "", failure: Exception | None = None,
-        collect: Sequence[int] = (), *, doing: str,
+        collect: Sequence[int | Tensor] = (), *, doing: str,
     ) -> list[list[int]]:  # fmt: skip
         """`start_agreement`, and its end at once."""
         return self.start_agreement(facts, device, todo, failure, collect, doing=doing)()
 
     def start_agreement(
         self, facts: Mapping[str, object], device: torch.device, todo: str = "", failure: Exception | None = None,
-        collect: Sequence[int] = (), *, doing: str,
+        collect: Sequence[int | Tensor] = (), *, doing: str,
     ) -> Callable[[], list[list[int]]]:  # fmt: skip
         """Compares facts among ranks in one small collective; if any differs, all ranks raise.
 
@@ -269,7 +269,7 @@ class Ring:
             if receive is None:
                 if failure is not None:
                     raise failure
-                return [[number] for number in collect]
+                return [[int(number)] for number in collect]
             table = receive()
             if any(line[0] for line in table):
                 texts = self.objects(None if failure is None else f"{type(failure).__name__}: {failure}")

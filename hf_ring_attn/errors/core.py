@@ -30,6 +30,17 @@ class BadShape(Refused):
         super().__init__(f"{name} has shape {got}, but {need}.")
 
 
+class UnknownToken(Refused):
+    """``table``: the class of the embeddings; ``size``: how many they have."""
+
+    def __init__(self, table: str, value: int, row: int, token: int, size: int) -> None:
+        super().__init__(
+            f"input_ids has {value} at token {token} of row {row}, but the model's {table} has {size} entries, for ids "
+            f"from 0 to {size - 1}. Use this model's tokenizer; for tokens added to it call "
+            "model.resize_token_embeddings(len(tokenizer)). -100 belongs in labels alone."
+        )
+
+
 class BadOption(Refused):
     def __init__(self, name: str, got: object, need: str) -> None:
         value = repr(got[:60]) if isinstance(got, str) else shown(got)

@@ -151,6 +151,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         }
     ],
     "PlanNotWritten": [{"why": "it is a file"}],
+    "UnknownToken": [{"table": "Embedding", "value": 32000, "size": 32000}],
     "PooledOutput": [{"gathers": False}, {"gathers": True}],
     "PooledLoss": [{"what": "the loss of MyTrainer"}],
     "FeaturesSplit": [{"names": ["values"]}],

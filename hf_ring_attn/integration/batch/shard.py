@@ -31,7 +31,7 @@ from ..gradients import beside_weights, fsdp, replicas
 from ..gradients.mean_loss import mean_loss
 from ..losses import whole_heads
 from ..losses.local_logits import held
-from ..model import call_inputs
+from ..model import call_inputs, vocabulary
 from ..model.call_inputs import TrackedInputs, track
 from ..selfcheck import row
 from . import compared_inputs
@@ -240,7 +240,8 @@ def shard_for(
     options = config or (model_record.DEFAULT if model is None else model_record.options_of(model))
     read = _read(batch, ring, options, model, head)
     gradients, compare = beside_weights.start_comparison(ring, read.device)
-    sent = [shared_kv.compiled_here(), *gradients, *numbers]
+    extremes = [0, 0] if read.refusal or ring.size == 1 else vocabulary.extremes_of(batch)
+    sent = [shared_kv.compiled_here(), *extremes, *gradients, *numbers]
     advice = compared_inputs.advice_for(batch)
     agree = ring.start_agreement(read.facts, read.device, advice, read.refusal, sent, doing=_DOING)
     visited = Visits()
@@ -249,7 +250,7 @@ def shard_for(
             visited.update([model_record.visit(model)])
         sharded = Sharded(*cut_batch(batch, read.whole, ring, options, model is None or fsdp.is_sharded(model)))
     try:
-        compiled, *everyone = agree()
+        compiled, least, most, *everyone = agree()
         compare(everyone[: beside_weights.COLUMNS])
     except (errors.PeerLost, errors.RanksDiffer) as error:
         _tell_of_program(error)
@@ -259,6 +260,7 @@ def shard_for(
         shared_kv.go_by_bits()
 
     context = sharded.context
+    context.state(vocabulary.TokenIds).least, context.state(vocabulary.TokenIds).most = least[0], most[0]
     context.state(SentNumbers)[:] = everyone[beside_weights.COLUMNS :]
     context.gathers_logits = gathers_logits
     if step is not None:

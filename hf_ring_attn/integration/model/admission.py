@@ -36,6 +36,7 @@ from . import (
     structure,
     temperature,
     training_mode,
+    vocabulary,
     whole_attention,
     wrapped_adapters,
 )
@@ -78,6 +79,7 @@ EACH_BATCH = Support(
         multimodal.prepare,
         shared_pictures.prepare,
         mlp_chunks.prepare,
+        vocabulary.prepare,
     ),
 )
 """Called for every batch: a mode, a rate or a loss changes without a change of structure."""
