@@ -13,6 +13,7 @@ while [ "$1" != -- ]; do prepare+=("$1"); shift; done
 shift
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ " $* " == *" --toy "* ]]; then
+    [ -z "${TEXTS:-}" ] || echo "--toy trains on texts of its own: TEXTS is not read." >&2
     export ACCELERATE_USE_CPU=true
     exec accelerate launch --config_file recipes/accelerate/cpu_2ranks.yaml recipes/train.py "recipes/$recipe/config.yaml" "$@"
 fi
@@ -22,6 +23,7 @@ if ! [[ $gpus =~ ^[1-9][0-9]*$ ]]; then
     exit 2
 fi
 data="data/$recipe.parquet"
+[ -z "${TEXTS:-}" ] || [ ! -e "$data" ] || echo "$data exists: TEXTS is not read again. Remove it for other texts." >&2
 # shellcheck disable=SC2086  # TEXTS is a list
 [ -e "$data" ] || python "${PREPARE:-recipes/prepare.py}" ${TEXTS:-${SAMPLE:---stdlib}} "${prepare[@]}" --output "$data"
 exec accelerate launch --config_file "recipes/accelerate/$config.yaml" --num_processes "$gpus" \

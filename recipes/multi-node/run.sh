@@ -12,9 +12,12 @@ gpus=${GPUS:-8}                                          # of one machine: the s
 precision=bf16
 data=data/multi-node.parquet                             # every machine needs it
 if [ "${1:-}" = --toy ]; then
+    [ -z "${TEXTS:-}" ] || echo "--toy trains on texts of its own: TEXTS is not read." >&2
     export ACCELERATE_USE_CPU=true
     precision=no
-elif [ ! -e "$data" ]; then
+elif [ -e "$data" ]; then
+    [ -z "${TEXTS:-}" ] || echo "$data exists: TEXTS is not read again. Remove it for other texts." >&2
+else
     # shellcheck disable=SC2086  # TEXTS is a list
     python recipes/prepare.py ${TEXTS:---stdlib} --tokenizer meta-llama/Llama-3.1-8B --length 131072 --pack wrapped \
         --output "$data"

@@ -168,7 +168,7 @@ def test_a_script_has_no_syntax_error(script: str) -> None:
         subprocess.run(["shellcheck", RECIPES / script], check=True)
 
 
-def launched(tmp_path: Path, *arguments: str, **told: str) -> subprocess.CompletedProcess[str]:
+def launched(tmp_path: Path, *arguments: str, recipes: Path = RECIPES, **told: str) -> subprocess.CompletedProcess[str]:
     """launch.sh on a machine without GPUs, where `accelerate` prints its arguments."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "accelerate").write_text('#!/bin/sh\necho "$@"\n')
@@ -176,7 +176,7 @@ def launched(tmp_path: Path, *arguments: str, **told: str) -> subprocess.Complet
         (tmp_path / program).chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name not in ("GPUS", "TEXTS")}
     environment |= {**told, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", str(RECIPES / "launch.sh"), "lora-128k", "gpu_8_ddp", "--length", "8", "--", *arguments]
+    command = ["bash", str(recipes / "launch.sh"), "lora-128k", "gpu_8_ddp", "--length", "8", "--", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -192,6 +192,18 @@ def test_without_a_number_of_gpus_it_says_what_to_set(told: dict[str, str], is_:
 def test_a_toy_is_a_toy_wherever_it_is_asked_for(tmp_path: Path) -> None:
     done = launched(tmp_path, "--set", "training.max_steps=3", "--toy")
     assert done.returncode == 0 and "cpu_2ranks.yaml" in done.stdout, done.stderr
+
+
+def test_texts_that_are_not_read_are_told(tmp_path: Path) -> None:
+    done = launched(tmp_path, "--toy", TEXTS="books/")
+    assert done.returncode == 0 and done.stderr == "--toy trains on texts of its own: TEXTS is not read.\n"
+    for folder in ("recipes", "data"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(RECIPES / "launch.sh", tmp_path / "recipes")
+    (tmp_path / "data/lora-128k.parquet").touch()
+    done = launched(tmp_path, recipes=tmp_path / "recipes", GPUS="2", TEXTS="books/")
+    assert done.returncode == 0
+    assert done.stderr == "data/lora-128k.parquet exists: TEXTS is not read again. Remove it for other texts.\n"
 
 
 def test_several_machines_are_replicas_of_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

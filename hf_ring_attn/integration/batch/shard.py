@@ -285,6 +285,12 @@ def _check_ring(ring: Ring, model: nn.Module | None) -> None:
     guard.check()  # else the comparison would be taken for the rest of that attention
 
 
+_SHARDED = (
+    "the batch holds tokens that shard() returned: they are this rank's share, not whole rows. Call the model with "
+    "them, model(**sharded.inputs) inside `with sharded:`; or shard the whole batch again."
+)
+
+
 @dataclass(eq=False)
 class _Reading:
     """A rank's batch before the ranks compare: ``whole``, or why it is refused.
@@ -307,6 +313,7 @@ def _read(batch: Mapping[str, Any], ring: Ring, options: RingConfig, model: nn.M
         read.device = ring.small_device(tokens.device)
         read.facts.update(rows=tokens.shape[0], tokens=tokens.shape[1])
         if ring.size > 1:
+            call_inputs.refuse_outside([tokens], errors.BadBatch(_SHARDED))
             read.facts.update(compared_inputs.inputs_of(batch))
         read.whole = read_batch(batch, tokens, Layout(tokens.shape[1], ring.size, ring.rank), options, head=head)
         read.facts["layout"] = read.whole.layout.owners
