@@ -182,7 +182,7 @@ def launched(tmp_path: Path, *arguments: str, recipes: Path = RECIPES, **told: s
 
 @pytest.mark.parametrize(("told", "is_"), [({}, "not set"), ({"GPUS": "two"}, "two"), ({"GPUS": "0"}, "0")], ids=str)
 def test_without_a_number_of_gpus_it_says_what_to_set(told: dict[str, str], is_: str, tmp_path: Path) -> None:
-    done = launched(tmp_path, "--resume", **told)
+    done = launched(tmp_path, "--resume", recipes=RECIPES, **told)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (
         f"GPUS is {is_}, and nvidia-smi lists no GPU. Set GPUS to the number of GPUs, or try --toy on a CPU.\n"

@@ -69,6 +69,9 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
             if not attached(part, "forward"):
                 replace(part, "forward", _ChunkedForward(name, part))
             forward = attached(part, "forward")[0].value
+            if not isinstance(forward, _ChunkedForward):  # a convolution inside, for which it runs on whole documents
+                warn(_LOOKS_ALONG.format(f"{name} ({class_of(part)})"))
+                continue
             forward.tried, forward.checked = set[bool](), False  # the part may have changed
             hooked = _hooked_inside(part)
             known.append((forward, hooked is not None))
@@ -84,6 +87,10 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
 _HOOKED = (
     "a hook on {0}, or its own forward, would see chunks of tokens, and no gradients: mlp_tokens has no effect on {1}, "
     "which runs whole. Remove the hook to save that memory."
+)
+_LOOKS_ALONG = (
+    "mlp_tokens has no effect on {0}, which has a layer that looks along the row (a convolution, perhaps): it runs on "
+    "whole documents, and saves no memory."
 )
 _HOSTS = {"transformers", "accelerate", "peft", "liger_kernel", "bitsandbytes"}
 """Packages whose hooks and forwards inside an MLP compute each token by itself."""
