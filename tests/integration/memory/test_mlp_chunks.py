@@ -20,7 +20,7 @@ from hf_ring_attn.testing import relative_error
 from tests.helpers.jobs import activation_jobs as jobs
 from tests.helpers.jobs.activation_jobs import IN_FLOAT32, LORA, Answer, Step
 from tests.helpers.jobs.comparison import Ranks
-from tests.helpers.jobs.plain_jobs import packed, tokens
+from tests.helpers.jobs.plain_jobs import packed, tokens, told
 from tests.helpers.models.tiny_models import tiny
 
 NON_REENTRANT = {"use_reentrant": False}
@@ -366,3 +366,34 @@ def test_a_copy_of_a_model_recomputes_as_it_ran() -> None:
             losses.append(net(**sharded.inputs).loss)
         losses[-1].backward()
     assert relative_error(losses[1], losses[0]) < 1e-6
+
+
+class Convolves(nn.Module):
+    """An MLP with a causal convolution over three tokens."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.conv = nn.Conv1d(2 * width, 2 * width, 3, padding=2, groups=2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.conv(self.up(x).mT)[..., : x.shape[1]].mT
+        return self.down(mixed)  # type: ignore[no-any-return]
+
+
+def with_a_convolution() -> None:
+    model: Any = tiny("llama", "ring_fp32").train()
+    for layer in model.model.layers:
+        torch.manual_seed(0)
+        layer.mlp = Convolves(model.config.hidden_size)
+    for _ in range(2):
+        with hf_ring_attn.shard(tokens(23), config=RingConfig(mlp_tokens=4)) as sharded:
+            model(**sharded.inputs).loss.backward()
+
+
+def test_an_mlp_that_looks_along_the_row_runs_whole_with_a_warning(ranks: Ranks) -> None:
+    """It had no effect there, and nothing said so."""
+    for texts in ranks(2).run(told, with_a_convolution):
+        found = [text for text in texts if text.startswith("mlp_tokens has no effect on model.layers.")]
+        assert len(found) == len(tiny("llama", None).model.layers)
+        assert "0.mlp (Convolves), which has a layer that looks along the row" in found[0]
