@@ -21,7 +21,7 @@ from ...comm.groups import any_ring
 from ...comm.ring import Ring, set_timeout
 from ..context import introspect, model_record
 from ..context.introspect import uses_ring
-from ..context.mesh import RING, find_ring, ring_enabled
+from ..context.mesh import RING, ring_enabled, ring_group
 from ..gradients import fsdp, weight_parts
 from ..log import warn
 from ..model import liger, quantized
@@ -71,8 +71,7 @@ def decide_by_models(accelerator: Any, *objects: object) -> None:
         parallelism_config.refuse_host(accelerator)
         if any(type(loader).__name__ == "DataLoaderDispatcher" for loader in accelerator._dataloaders):
             raise errors.DispatchedBatches("a DataLoader was prepared with dispatch_batches=True")
-        if accelerator.state.device_mesh is not None:
-            group = accelerator.state.device_mesh["cp"].get_group()
+        if (group := ring_group(accelerator)) is not None:
             set_timeout(group, None if accelerator.init_handler is None else accelerator.init_handler.timeout)
             for model in (model for model, is_ring in models.items() if is_ring):
                 # DDP would compare weights of other layers, and wait or end with the words of gloo.
@@ -132,9 +131,7 @@ def _needs_no_ddp(accelerator: Any, model: nn.Module) -> bool:
         return False
     if not any(map(introspect.is_dtensor, model.parameters())):
         return False
-    if reasons := [
-        *weight_parts.not_averaged_by_all(model, find_ring(accelerator.torch_device_mesh["cp"].get_group()))
-    ]:
+    if reasons := [*weight_parts.not_averaged_by_all(model, Ring.of(ring_group(accelerator)))]:
         raise errors.UnsupportedModel(introspect.name_of(model), reasons)
     return True
 

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import errors
+from ...comm.ring import Ring
 from ...config import RingConfig
 from ...sharding.layout import Layout
 from ..batch import shard
 from ..context import batch_context, model_record
-from ..context.mesh import find_ring
+from ..context.mesh import ring_group
 from ..context.tracked_input import TrackedInput, version_of
 from ..context.whole_batch import IGNORED
 from ..patching.compiler import uncompiled
@@ -108,7 +109,7 @@ def sharded_buffers(
         raise errors.BadBuffers("no_restore_buffers that are no buffers", "they must be some of the buffers")
     if any(map(_is_left, buffers)):
         raise errors.BadBuffers("buffers that an earlier maybe_context_parallel left sharded", _WHOLE)
-    ring = find_ring(accelerator.torch_device_mesh["cp"].get_group())
+    ring = Ring.of(ring_group(accelerator))
     first, dim = buffers[0], dims[0]
     length = first.shape[dim] if -first.dim() <= dim < first.dim() else 0
     layout = Layout(length, ring.size, ring.rank)
@@ -183,14 +184,13 @@ class _Calls:
                 f"a model call whose tokens are no buffer of {self.length} tokens",
                 "input_ids (or inputs_embeds) must be one of the buffers itself, not a copy of it",
             )
-        group = self.accelerator.torch_device_mesh["cp"].get_group()
         count, times = whole.get("num_items_in_batch"), 1
         if count is not None:
             labels, times = self._reading(whole, float(count))
             whole["num_items_in_batch"] = count * times
         # A program's loss may read the buffers, which were sharded before the documents were known.
         config = replace(model_record.options_of(module), layout="zigzag")
-        sharded = shard.shard(whole, group, config=config, model=module)
+        sharded = shard.shard(whole, ring_group(self.accelerator), config=config, model=module)
         if not times:  # `shard` has already refused numbers that differ between ranks
             raise errors.UnclearCount(count, labels, sharded.ring.size, "it is neither")
         self.whole_count = (count, labels) if count is not None and times == 1 else None

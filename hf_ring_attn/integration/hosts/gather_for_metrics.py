@@ -14,6 +14,7 @@ from torch import Tensor
 from ... import errors
 from ...comm.fingerprint import fingerprint
 from ...comm.ring import Ring
+from ..context.mesh import ring_group
 from . import uneven_batches
 
 _SAME_VALUES = (
@@ -40,7 +41,7 @@ def gather_once_per_ring(accelerator: Any, data: Any, use_gather_object: bool = 
         RanksDiffer: the ranks of a ring hold different values, such as shards that were never gathered.
         UnevenBatches: on every rank, if a ring has no more batches than this, and others have.
     """
-    ring, tensors = Ring.of(accelerator.torch_device_mesh["cp"].get_group()), _tensors(data)
+    ring, tensors = Ring.of(ring_group(accelerator)), _tensors(data)
     unequal = uneven_batches.ends_unequally(accelerator)
     if use_gather_object or tensors is None:
         return _cut(accelerator, _gather_objects(data, ring.size))
