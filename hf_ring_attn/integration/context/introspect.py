@@ -78,9 +78,14 @@ def forward_context(model: nn.Module) -> AbstractContextManager[Any]:
 def is_of_wrapper(hook: Any) -> bool:
     """Returns True for a hook that a wrapper has on all that its model returns: FSDP2's gathers weights when the
     backward begins, Fabric's asks who began it."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_OF_WRAPPERS)
+    return str(getattr(function_of(hook), "__module__", "")).startswith(_OF_WRAPPERS)
+
+
+def function_of(x: Any) -> Any:
+    """The function of a `functools.partial`, which may be one of another; anything else as it is."""
+    while isinstance(x, functools.partial):
+        x = x.func
+    return x
 
 
 def may_train(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from ...comm.groups import state_in
 from ...config import RingConfig
 from ..patching.changes import at_uninstall
 from ..patching.modules import HOOKS, is_ours, programs_own
-from .introspect import NAME, compiled_call, configs_of, inside, is_compiled, modules_of
+from .introspect import NAME, compiled_call, configs_of, function_of, inside, is_compiled, modules_of
 
 S = TypeVar("S")
 
@@ -285,8 +285,7 @@ def _visited(model: nn.Module) -> Visit:
 
 def code_of(function: Any) -> object:
     """The code of a function, which is the same when a program makes the function again; else its class."""
-    while isinstance(function, partial):
-        function = function.func
+    function = function_of(function)
     return getattr(function, "__code__", type(function))
 
 

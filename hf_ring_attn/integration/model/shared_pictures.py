@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from ...comm.ring import Ring
 from ...layers.collectives import gather_parts
 from ..context import batch_context
 from ..context.batch_context import BatchContext, Opaque
-from ..context.introspect import inner_text_model
+from ..context.introspect import function_of, inner_text_model
 from ..context.model_record import latest_record
 from ..context.program_states import is_of_program
 from ..context.ring_random import Draws
@@ -108,9 +107,7 @@ def _makers(model: nn.Module) -> tuple[list[tuple[str, str]], bool]:
 
 def _is_of_program(owner: Any) -> bool:
     """Returns True for a class or a function of the program."""
-    while isinstance(owner, partial):
-        owner = owner.func
-    return is_of_program(getattr(owner, "__module__", None))
+    return is_of_program(getattr(function_of(owner), "__module__", None))
 
 
 def _watches_all_modules() -> bool:
