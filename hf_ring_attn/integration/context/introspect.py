@@ -125,6 +125,13 @@ def by_name(names: Iterable[str], args: Iterable[Any], given: Mapping[str, Any])
     return {**dict(zip(names, args, strict=False)), **given}
 
 
+def bound_by_name(function: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without defaults; those of ``*args`` as the tuple."""
+    if not args:  # a signature takes time
+        return dict(given)
+    return {**inspect.signature(function).bind_partial(*args).arguments, **given}
+
+
 def forward_of(module: nn.Module) -> Any:
     """The forward of a module's class, inside its wrappers."""
     return inspect.unwrap(type(module).forward)

@@ -11,7 +11,6 @@ are refused; `shard` defines the number as the whole count.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,6 +28,7 @@ from ...config import RingConfig
 from ...sharding.layout import Layout
 from ..batch import shard
 from ..context import batch_context, model_record
+from ..context.introspect import bound_by_name
 from ..context.mesh import ring_group
 from ..context.tracked_input import TrackedInput, version_of
 from ..context.whole_batch import IGNORED
@@ -173,8 +173,7 @@ class _Calls:
         # A submodule of the running model; or this hook was removed, by a garbage collection while torch calls hooks.
         if self.running is not None or kwargs is None:
             return None
-        forward = self.accelerator.unwrap_model(module).forward
-        named = {**inspect.signature(forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
+        named = bound_by_name(self.accelerator.unwrap_model(module).forward, args, kwargs)
         if not any(id(value) in self.wholes for value in named.values()):
             return None
         whole = {name: self.wholes.get(id(value), value) for name, value in named.items()}

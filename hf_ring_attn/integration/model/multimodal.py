@@ -11,7 +11,6 @@ A head of whole rows uses the same cut, at the input of the model below it, whos
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,7 @@ from ... import errors
 from ...sharding.layout import Layout
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
-from ..context.introspect import TOKENS, inner_text_model
+from ..context.introspect import TOKENS, bound_by_name, inner_text_model
 from ..context.tensor_tree import tensors_of
 from ..context.whole_batch import LOSS_INPUTS, mask_facts, padding_of, text_positions
 from ..losses import whole_heads
@@ -71,8 +70,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     context.text.running = True
     if context.text.random is not None:
         context.text.random.enter_text()
-    named = {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs} if args else dict(kwargs)
-    local = local_inputs(module, named, context)
+    local = local_inputs(module, bound_by_name(module.forward, args, kwargs), context)
     return (), whole_heads.inputs_taken(module, local) if context.whole_head else local
 
 

@@ -30,7 +30,7 @@ from ...comm.ring import Ring
 from ...layers.collectives import gather_parts
 from ..context import batch_context
 from ..context.batch_context import BatchContext, Opaque
-from ..context.introspect import function_of, inner_text_model
+from ..context.introspect import bound_by_name, function_of, inner_text_model
 from ..context.model_record import latest_record
 from ..context.program_states import is_of_program
 from ..context.ring_random import Draws
@@ -298,7 +298,7 @@ class _Features:
     @uncompiled("pictures are dealt to ranks between graphs")
     def _share(self, ring: Ring, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Share | None:
         """This rank's share of a call; None: all ranks compute all pictures."""
-        named = {**self.__signature__.bind_partial(*args).arguments, **kwargs}
+        named = bound_by_name(self, args, kwargs)
         pictures = pictures_in(named, *METHODS[self.name])
         if pictures is None or not pictures.sizes or self._has_batch_norm():
             return None
