@@ -22,7 +22,7 @@ from ..context.batch_context import BatchContext, MaskSpec
 from ..context.introspect import CACHES, class_of, text_modules
 from ..context.model_record import latest_record
 from ..patching.compiler import uncompiled
-from ..patching.modules import OwnForward, replace
+from ..patching.modules import OwnForward, replace_forward
 
 LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 """The type of layers with an indexer: its names in transformers 5.24 and in 5.17."""
@@ -53,8 +53,7 @@ def _is_known(module: nn.Module) -> bool:
 def prepare(model: nn.Module, _context: BatchContext) -> None:
     """Replaces the forward of each indexer; without effect outside of sharded batches."""
     for module in indexers_of(model):
-        if not isinstance(module.__dict__.get("forward"), _InRing):  # a program may have set its own since
-            replace(module, "forward", _InRing(module))
+        replace_forward(module, _InRing)
 
 
 class _KeysMade(Exception):

@@ -34,7 +34,7 @@ from ..context.tensor_tree import tensors_of
 from ..gradients.attention_outputs import note_output
 from ..log import warn
 from ..patching.compiler import uncompiled
-from ..patching.modules import replace
+from ..patching.modules import replace_forward
 from . import indexers
 from .decoder import named_kinds
 from .recurrent_ops import BY_HOST
@@ -131,8 +131,7 @@ def prepare(model: nn.Module, context: BatchContext) -> None:
         if (module := one.module()) is None:
             continue
         names.add(class_of(module))
-        if not isinstance(module.__dict__.get("forward"), _OnWholeRows):  # a program may have set its own since
-            replace(module, "forward", _OnWholeRows(module, one))
+        replace_forward(module, _OnWholeRows, one)
     if names and context.ring.size > 1:
         warn(SHARED.format(", ".join(sorted(names))), everywhere=False)
 

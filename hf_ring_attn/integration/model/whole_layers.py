@@ -32,7 +32,7 @@ from ..context.introspect import class_of, forward_of, globals_used, inner_text_
 from ..context.tensor_tree import tensors_of
 from ..log import warn
 from ..patching.compiler import uncompiled
-from ..patching.modules import OwnForward, attach, replace
+from ..patching.modules import OwnForward, attach, replace_forward
 from .document_attributes import DocumentAttributes, give_back
 from .recurrent_ops import BY_HOST, RunningLayers
 from .recurrent_rows import MASK, have_same_documents, refuse_cache, rows_in, rows_of_batch
@@ -115,8 +115,7 @@ def prepare(model: nn.Module, whole: Mapping[str, weakref.ref[nn.Module]], conte
         if (module := reference()) is None:
             continue
         kinds.add(class_of(module))
-        if not isinstance(module.__dict__.get("forward"), OnWholeDocuments):  # a program may have set its own since
-            replace(module, "forward", OnWholeDocuments(module))
+        replace_forward(module, OnWholeDocuments)
         if (layer := _layer_around(model, name)) is not None:
             attach(layer, "layer around whole layers", _enter, _leave)
     if kinds and context.ring.size > 1:

@@ -56,7 +56,7 @@ class Replaced:
 
 
 class OwnForward:
-    """A module's own forward, from a forward that replaces it.
+    """A forward that replaces a module's own, and can call that.
 
     Attributes:
         replaced: the one that the program set on this module, if any.
@@ -101,6 +101,16 @@ def replace(module: nn.Module, name: str, value: Any) -> None:
     for handle in attached(module, name):
         handle.remove()
     _keep(module, name, [Replaced(module, name, value)])
+
+
+def replace_forward(module: nn.Module, kind: type[OwnForward], *given: Any) -> None:
+    """Replaces a module's forward by one of this kind, until `remove_all`, unless it has one.
+
+    Args:
+        given: to the kind, after the module.
+    """
+    if not isinstance(module.__dict__.get("forward"), kind):  # a program may have set its own since
+        replace(module, "forward", kind(module, *given))
 
 
 def attached(module: nn.Module, key: str) -> list[Any]:
