@@ -278,10 +278,24 @@ def split_across(weights: Iterable[Any], ranks: set[int]) -> set[int]:
     return found
 
 
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""The name of transformers' attention interface in the files of models."""
+
+
 def uses_interface(model: nn.Module) -> bool:
     """Returns True if the file of any transformers model in ``model`` refers to the attention interface."""
     files = {file_of(module) for module in model.modules() if "config" in module.__dict__}
-    return any(hasattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS") for file in files)
+    return any(hasattr(sys.modules.get(file), _INTERFACE) for file in files)
+
+
+def calls_interface(forward: Any) -> bool:
+    """Returns True for a forward that refers to the attention interface by itself."""
+    return _INTERFACE in globals_in(forward)
+
+
+def holds_attention(module: nn.Module) -> bool:
+    """Returns True if the forward of a module, or of a part of it, refers to the attention interface."""
+    return any(calls_interface(forward_of(part)) for part in module.modules())
 
 
 def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -20,7 +20,15 @@ from ...layers.halo import RowShare
 from ...traffic.gathered_kv import is_recomputing
 from ..context import batch_context
 from ..context.batch_context import BatchContext
-from ..context.introspect import configs_of, forward_of, globals_used, place_of, text_modules, uses_interface
+from ..context.introspect import (
+    configs_of,
+    forward_of,
+    globals_used,
+    holds_attention,
+    place_of,
+    text_modules,
+    uses_interface,
+)
 from ..context.model_record import latest_record
 from ..patching.changes import Patch, install, is_patch, render
 from ..patching.compiler import uncompiled
@@ -95,9 +103,8 @@ def _unknown(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]
     for name, module in text_modules(model):
         if not carries_state(module) or name in layers or any(name.startswith(f"{layer}.") for layer in layers):
             continue
-        inner = list(module.modules())
-        holds = any(x is layer for layer in layers.values() for x in inner)
-        if not holds and not (layers and any("ALL_ATTENTION_FUNCTIONS" in globals_used(x) for x in inner)):
+        holds_known = any(part is layer for layer in layers.values() for part in module.modules())
+        if not holds_known and not (layers and holds_attention(module)):
             yield str(name)
 
 

@@ -28,7 +28,7 @@ from ...sharding.plan import Plan
 from ...sharding.visible import bounds, by_position, visible
 from ..context import batch_context
 from ..context.batch_context import BatchContext, MaskSpec
-from ..context.introspect import class_of, file_of, forwards_of, globals_in, text_modules
+from ..context.introspect import calls_interface, class_of, file_of, forwards_of, text_modules
 from ..context.model_record import latest_record
 from ..context.tensor_tree import tensors_of
 from ..gradients.attention_outputs import note_output
@@ -102,9 +102,7 @@ def _find(model: nn.Module) -> list[WholeAttention]:
 
 def _attends(forward: Any) -> bool:
     """Returns True for a forward that uses transformers' attention interface, and takes a mask."""
-    if "ALL_ATTENTION_FUNCTIONS" not in globals_in(forward):
-        return False
-    return any(name.endswith("mask") for name in inspect.signature(forward).parameters)
+    return calls_interface(forward) and any(name.endswith("mask") for name in inspect.signature(forward).parameters)
 
 
 def _kind_of(module: nn.Module) -> str | None:

@@ -28,7 +28,7 @@ from ...layers.halo import ALL, Piece, RowShare
 from ...layers.whole_documents import compute_on_whole_documents
 from ...traffic.gathered_kv import is_recomputing
 from ..context.batch_context import BatchContext
-from ..context.introspect import class_of, forward_of, globals_used, inner_text_model, text_modules
+from ..context.introspect import class_of, forward_of, holds_attention, inner_text_model, text_modules
 from ..context.tensor_tree import tensors_of
 from ..log import warn
 from ..patching.compiler import uncompiled
@@ -77,10 +77,10 @@ def find_whole_layers(model: nn.Module, known: Mapping[str, nn.Module]) -> dict[
     for name, module in text_modules(model):
         if any(f"{name}.".startswith(f"{outer}.") for outer in (*known, *whole)) or not _looks_along(module):
             continue
-        inner = list(module.modules())
-        attends = any("ALL_ATTENTION_FUNCTIONS" in globals_used(x) for x in inner)
-        holds = isinstance(module, nn.ModuleDict) or any(id(x) in layers or isinstance(x, HOLDERS) for x in inner)
-        if not attends and not holds and (of_text is None or id(module) in of_text):
+        holds_layers = any(id(part) in layers or isinstance(part, HOLDERS) for part in module.modules())
+        if holds_layers or isinstance(module, nn.ModuleDict) or holds_attention(module):
+            continue
+        if of_text is None or id(module) in of_text:
             whole[name] = module
     return whole
 
