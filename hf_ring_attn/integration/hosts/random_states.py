@@ -44,18 +44,22 @@ def _load(original: Original, self: Any, checkpoint: str | None) -> Any:
     saved = _processes(folder, host.device, host.gather)
     if saved == host.num_processes:
         return original(self, checkpoint)
-    rings = host.num_processes // ring_size
-    ring, rank = divmod(host.process_index, ring_size)
-    size, left = divmod(max(saved, 1), rings)
-    process = ring * size + min(rank, size - 1)
+    process = _saved_by(host.process_index, ring_size, host.num_processes, max(saved, 1))
     path = folder / (f"rng_state_{process}.pth" if saved else _OF_ONE)
     if saved == 0 and not path.is_file():  # the checkpoint has no random states (save_only_model)
         return original(self, checkpoint)
-    if left == 0 and path.is_file():
+    if process is not None and path.is_file():
         _restore(path, process)
-    elif rank == 0:
-        warn(_LOST.format(folder, max(saved, 1), rings))
+    elif host.process_index % ring_size == 0:
+        warn(_LOST.format(folder, max(saved, 1), host.num_processes // ring_size))
     return None
+
+
+def _saved_by(process: int, ring_size: int, processes: int, saved: int) -> int | None:
+    """The number of the process whose states a process takes; None if ``saved`` processes are no whole rings."""
+    ring, rank = divmod(process, ring_size)
+    size, left = divmod(saved, processes // ring_size)
+    return None if left else ring * size + min(rank, size - 1)
 
 
 def _processes(folder: Path, device: Any, gather: Callable[[Tensor], Any] = gather) -> int:
@@ -72,9 +76,8 @@ def _load_accelerate(
     """Patches the loading of accelerate's `load_state`, whose process_index names the file of random states alone."""
     ring, state = ring_of_process(), AcceleratorState()
     if ring.size > 1 and (saved := _processes(Path(input_dir), state.device)) not in (0, state.num_processes):
-        number, rank = divmod(process_index, ring.size)
-        size, left = divmod(saved, state.num_processes // ring.size)
-        process_index = min(process_index, saved - 1) if left else number * size + min(rank, size - 1)
+        process = _saved_by(process_index, ring.size, state.num_processes, saved)
+        process_index = min(process_index, saved - 1) if process is None else process
     return original(input_dir, models, optimizers, schedulers, dataloaders, process_index, *given, **named)
 
 
