@@ -29,7 +29,7 @@ class _LocalAccelerator:
         return getattr(self._accelerator, name)
 
     def gather(self, value: Any) -> Any:
-        rows = value[None] if isinstance(value, Tensor) and not value.dim() else value
+        rows = self.gather_for_metrics(value)
         return rows.repeat(self.num_processes, *[1] * (rows.dim() - 1)) if isinstance(rows, Tensor) else rows
 
     def gather_for_metrics(self, value: Any, *_: Any, **__: Any) -> Any:

@@ -95,42 +95,52 @@ def bind(model: nn.Module, context: BatchContext) -> ModelRecord:
     Raises:
         UnsupportedModel. LossNotSharded: see `losses.shared_losses`.
     """
-    log, facts = context.log, context.facts
     record, visits = latest_record(model), context.state(Visits)
     if record not in visits:
         record, visits[record] = visit(model)
     options = configured(record.configs)
-    if options is not None and not facts.explicit:
+    if options is not None and not context.facts.explicit:
         _apply_model_options(options, context)
     outermost, model = model, inside(model)
-    log.configs += record.configs
-    case = (
-        context.ring.size, model.training, torch.is_grad_enabled(), facts.has_labels, facts.numbered,
-        facts.hidden is not None, context.ring.size == 1 and facts.documents is not None, context.config.loss,
-        context.gathers_logits, context.text is not None, context.whole_head, "trl" in sys.modules,
-        context.config.mlp_tokens is None, context.config.offload_above is None,
-    )  # fmt: skip
-    admitted, suspected = record.state(_Admitted), record.state(structure.Suspicions)
-    asked = [EACH_BATCH] if case in admitted else [ONCE, EACH_BATCH]
+    context.log.configs += record.configs
+    case, admitted, suspected = _kind_of(model, context), record.state(_Admitted), record.state(structure.Suspicions)
+    is_new = case not in admitted
+    asked = [ONCE, EACH_BATCH] if is_new else [EACH_BATCH]
     reasons = [reason for support in asked for find in support.reasons for reason in find(model, context)]
-    if case not in admitted:
+    if is_new:
         reasons += _reasons_of_configs(model, record, context)
         reasons += [] if reasons else weight_parts.not_averaged(outermost, context)
         suspected[:] = structure.suspicions(model, context)  # the self-check decides on these
     if reasons:
-        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys([*suspected.of_text().reasons(), *reasons])))
+        _refuse_for(model, [*suspected.of_text().reasons(), *reasons])
     for prepare in (prepare for support in asked for prepare in support.prepare):
         prepare(model, context)
     if not recurrent.recurrent_of(model).attends:
-        log.attends = False
-        log.kernel = log.kernel or "none, since nothing attends"
-    if case not in admitted:
+        context.log.attends = False
+        context.log.kernel = context.log.kernel or "none, since nothing attends"
+    if is_new:
         if context.ring.size > 1 and model.training:
             training_mode.say_dropout(model)
         if any(getattr(config, "output_attentions", False) for config in record.configs):
             warn("output_attentions=True gives no attention weights with ring_fp32: they never exist.")
     admitted.add(case)
     return record
+
+
+def _kind_of(model: nn.Module, context: BatchContext) -> tuple[object, ...]:
+    """The kind of a batch, and the mode of its model: all that the functions of `ONCE` ask of both."""
+    facts, config, size = context.facts, context.config, context.ring.size
+    return (
+        size, model.training, torch.is_grad_enabled(), facts.has_labels, facts.numbered, facts.hidden is not None,
+        size == 1 and facts.documents is not None, config.loss, context.gathers_logits, context.text is not None,
+        context.whole_head, "trl" in sys.modules, config.mlp_tokens is None, config.offload_above is None,
+    )  # fmt: skip
+
+
+def _refuse_for(model: nn.Module, reasons: list[str]) -> None:
+    """Raises UnsupportedModel with each reason once, if there are any."""
+    if reasons:
+        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
 
 
 def _apply_model_options(options: RingConfig, context: BatchContext) -> None:
@@ -152,22 +162,16 @@ def refuse(config: Any, context: BatchContext) -> None:
 
     Inside FSDP1, without use_orig_params, modules have no parameters, and so are taken for no models.
     """
-    if config is None or any(config is known for known in context.log.configs):
+    if config is None or context.ring.size == 1 or any(config is known for known in context.log.configs):
         return
-    if context.ring.size == 1:
-        return
-    reasons = [
-        *_decoder_reasons(config), *_layer_reasons(config, whole_attention.KINDS), *weight_parts.untested(),
-    ]  # fmt: skip
+    reasons = [*_decoder_reasons(config), *_layer_reasons(config, whole_attention.KINDS), *weight_parts.untested()]
     if reasons:
         raise errors.UnsupportedModel(type(config).__name__, reasons)
 
 
 def refuse_always(model: nn.Module) -> None:
     """Refuses a model that a trainer is about to train, with any batch."""
-    reasons = [reason for config in latest_record(model).configs for reason in _decoder_reasons(config)]
-    if reasons:
-        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
+    _refuse_for(model, [reason for config in latest_record(model).configs for reason in _decoder_reasons(config)])
 
 
 def refuse_in_ring(model: nn.Module) -> None:
@@ -179,18 +183,17 @@ def refuse_in_ring(model: nn.Module) -> None:
     context = BatchContext(Ring.simulated(2, 0), Layout(4, 2, 0), RingConfig())
     suspected = structure.Suspicions(structure.suspicions(model, context)).of_text()
     reasons = suspected.reasons() + [reason for find in ONCE.reasons for reason in find(model, context)]
-    reasons += _reasons_of_configs(model, latest_record(model), context)
-    if reasons:
-        raise errors.UnsupportedModel(name_of(model), list(dict.fromkeys(reasons)))
+    _refuse_for(model, reasons + _reasons_of_configs(model, latest_record(model), context))
 
 
 def _reasons_of_configs(model: nn.Module, record: ModelRecord, context: BatchContext) -> list[str]:
+    """The reasons in a model's configs: an encoder-decoder, and layers of types that are not known."""
+    if context.ring.size == 1:
+        return []
     found = recurrent.recurrent_of(model)
     known = whole_attention.KINDS | whole_attention.kinds_of(model)
     known |= whole_attention.HYBRIDS if (found.layers or found.whole) and not found.unknown else set()
     known |= indexers.LAYERS if indexers.indexers_of(model) else set()
-    if context.ring.size == 1:
-        return []
     decoders = [reason for config in record.configs for reason in _decoder_reasons(config)]
     of_text = configs_of(module for _, module in text_modules(model))  # a tower's layers see whole images
     return decoders + [reason for config in of_text for reason in _layer_reasons(config, known)]
