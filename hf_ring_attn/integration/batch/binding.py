@@ -25,6 +25,7 @@ from ..context import batch_context, introspect, model_record
 from ..context.batch_context import BatchContext
 from ..context.introspect import TOKENS
 from ..context.model_record import ModelRecord, Visits
+from ..context.references import alive
 from ..context.shared_kv import SharedKV
 from ..context.trial_step import TrialStep
 from ..gradients import ddp, fsdp, replicas
@@ -242,7 +243,7 @@ class Binding:
         self.forget_parts(model)
         self.bind(model, running=model is module)
         others = model_record.latest_record(model).state(_Unregistered)
-        for other in [other for reference in others if (other := reference()) is not None]:
+        for other in alive(others):
             self.bind(other)
         searched, others.searched = others.searched, True
         return searched

@@ -20,6 +20,7 @@ from ...config import RingConfig
 from ..patching.changes import at_uninstall
 from ..patching.modules import HOOKS, is_ours, programs_own
 from .introspect import NAME, compiled_call, configs_of, function_of, inside, is_compiled, modules_of
+from .references import alive
 
 S = TypeVar("S")
 
@@ -134,7 +135,7 @@ class ModelRecord:
 
     def modules(self) -> list[nn.Module]:
         """The model's modules; none of another one, and not its wrappers."""
-        return [module for reference in self._modules if (module := reference()) is not None]
+        return alive(self._modules)
 
     def holds(self, module: nn.Module) -> bool:
         """Returns True for a module of the model, and False for a newer module that has a freed one's id."""

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from ... import errors
 from ...comm.ring import Ring
 from ..context import model_record
+from ..context.references import alive
 from ..patching import optimizer_steps
 from ..patching.changes import at_uninstall
 from .loss_gradients import differ, summary_of
@@ -60,9 +61,8 @@ def _note(optimizer: Optimizer) -> None:
         known = model_record.weights_of_models()
         found = [weakref.ref(x) for x in weights if id(x) not in known and type(x) in (Tensor, nn.Parameter)]
         _beside[optimizer] = len(weights), found
-    alive = [x for reference in found if (x := reference()) is not None]
-    if alive:
-        _stepped.append([(tuple(x.shape), summary_of(x.grad, x.device)) for x in alive])
+    if weights := alive(found):
+        _stepped.append([(tuple(x.shape), summary_of(x.grad, x.device)) for x in weights])
 
 
 def start_comparison(ring: Ring, device: torch.device) -> tuple[list[Any], Callable[[list[list[int]]], None]]:

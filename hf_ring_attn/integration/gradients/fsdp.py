@@ -18,6 +18,7 @@ from ...dtypes import HALVES
 from ..context import introspect
 from ..context.batch_context import BatchContext
 from ..context.model_record import latest_record
+from ..context.references import alive
 from ..log import say, warn
 from ..patching import optimizer_steps
 from ..patching.changes import at_uninstall
@@ -143,8 +144,8 @@ def _refuse_unreduced(optimizer: Optimizer) -> None:
     """
     theirs = {id(x) for x in optimizer_steps.weights_of(optimizer)}
     for model in list(_TRAINED):
-        units = latest_record(model).once(_units_of, model)
-        for group in (group for unit in units if (module := unit()) is not None for group in groups_of(module)):
+        units = alive(latest_record(model).once(_units_of, model))
+        for group in (group for unit in units for group in groups_of(unit)):
             mine = [weight for weight in group.fsdp_params if id(weight.sharded_param) in theirs]
             if mine and (getattr(group, "_partial_reduce_output", None) is not None or any(map(_is_unreduced, mine))):
                 raise errors.UnsupportedModel(introspect.name_of(model), [_UNREDUCED])

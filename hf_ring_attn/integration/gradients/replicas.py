@@ -22,6 +22,7 @@ from ...comm.ring import Ring
 from ..context.batch_context import BatchContext
 from ..context.introspect import is_ddp, is_dtensor, is_unit, local_of, may_train, split_across, unwrapped
 from ..context.model_record import Visits, latest_record
+from ..context.references import alive
 from ..log import warn
 from ..patching.changes import at_uninstall
 from . import fsdp, fsdp_units
@@ -193,7 +194,7 @@ def average_gradients(model: nn.Module | nn.Parameter, context: BatchContext) ->
 
 def _end(batch: weakref.ref[BatchContext], references: list[weakref.ref[Any]], ring: Ring, _task: int) -> None:
     """Averages the gradients of bare weights at the end of a backward: a program may read them from then on."""
-    weights = [x for x in _alive(references) if x.requires_grad and x.is_leaf]
+    weights = [x for x in alive(references) if x.requires_grad and x.is_leaf]
     with torch.no_grad():
         average(weights, ring)
     for x in weights:
@@ -205,7 +206,7 @@ def _end(batch: weakref.ref[BatchContext], references: list[weakref.ref[Any]], r
         _note_averaged(weights, context)
     averaged = set(map(id, weights))  # a batch may have ended before its backward
     _last[:] = [
-        one for one in _last if one.batch is not batch or any(id(x) not in averaged for x in _alive(one.weights))
+        one for one in _last if one.batch is not batch or any(id(x) not in averaged for x in alive(one.weights))
     ]
 
 
@@ -220,9 +221,7 @@ def _is_averaged(weight: Any) -> bool:
 def _note_averaged(weights: list[Any], context: BatchContext) -> None:
     reduced: Any = context.state(ReducedGradients)
     reduced.update(dict.fromkeys(weights))
-    _last[:] = [
-        one for one in _last if one.batch() is not context or any(x not in reduced for x in _alive(one.weights))
-    ]
+    _last[:] = [one for one in _last if one.batch() is not context or any(x not in reduced for x in alive(one.weights))]
 
 
 # ---- weights that are noted ------------------------------------------------------------------------------------------
@@ -249,15 +248,11 @@ def _note(name: str, trained: list[Any], context: BatchContext) -> None:
     _last[:] = [one for one in _last if one.batch() is context]
     references = list(map(weakref.ref, trained))
     averages = Averages(
-        partial(_alive, references), partial(_end, weakref.ref(context), references, context.ring), context.ring
+        partial(alive, references), partial(_end, weakref.ref(context), references, context.ring), context.ring
     )
     context.state(BackwardEnd).parts[tuple(map(id, trained))] = averages
     if not any(one.name == name and _same(one.weights, trained) for one in _last):
         _last.append(_Trained(name, references, weakref.ref(context), context.ring.size, sum(versions)))
-
-
-def _alive(references: list[weakref.ref[Tensor]]) -> list[Tensor]:
-    return [x for reference in references if (x := reference()) is not None]
 
 
 def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
@@ -268,7 +263,7 @@ def warn_if_not_reduced() -> None:
     """Warns, once, if the last batch was followed by a step with gradients that differ from rank to rank."""
     while _last:
         last = _last.pop()
-        trained = _alive(last.weights)
+        trained = alive(last.weights)
         # The model is gone; or no step was made since, as while gradients are added up, or without training.
         if len(trained) < len(last.weights) or sum(map(_VERSION, trained)) == last.written:
             continue

@@ -20,6 +20,7 @@ from ... import errors
 from ...comm.first_order import first_order_only
 from ...layers.chunked_loss import CrossEntropy, graph_of_its_own, leaf
 from ..context.introspect import is_of_wrapper
+from ..context.references import alive
 from .calls import Call
 from .head import Head, Operation, through
 from .local_logits import Same, followed
@@ -88,7 +89,7 @@ class LazyLogits(Tensor):
         """
         if self.made is None:
             self.head.state.why = self.head.state.why or f"{user}() was called on the logits"
-            for other in [lazy for reference in self.head.lazy if (lazy := reference()) is not None]:
+            for other in alive(self.head.lazy):
                 other.alone()
         return self.alone()
 

@@ -30,6 +30,7 @@ from ..context.introspect import (
     uses_interface,
 )
 from ..context.model_record import latest_record
+from ..context.references import alive
 from ..patching.changes import Patch, install, is_patch, render
 from ..patching.compiler import uncompiled
 from ..patching.modules import attach
@@ -121,17 +122,13 @@ def unsupported(model: nn.Module, context: BatchContext) -> Iterator[str]:
 def prepare(model: nn.Module, context: BatchContext) -> None:
     """Hooks the known layers of ``model``, and patches the functions that they use."""
     found = recurrent_of(model)
-    layers = _alive(found.layers)
-    sure = [module for module in _alive(found.whole) if whole_layers.gets_rows(module)]
+    layers = alive(found.layers.values())
+    sure = [module for module in alive(found.whole.values()) if whole_layers.gets_rows(module)]
     files = {file["__name__"]: file for file in (forward_of(module).__globals__ for module in (*layers, *sure))}
     install([patch for name, file in files.items() for patch in _patches(name, file)])
     for module in layers:
         attach(module, "recurrent layer", _enter, _leave)
     whole_layers.prepare(model, found.whole, context)
-
-
-def _alive(layers: Mapping[str, weakref.ref[nn.Module]]) -> list[nn.Module]:
-    return [layer for reference in layers.values() if (layer := reference()) is not None]
 
 
 def _patches(name: str, file: dict[str, Any]) -> Iterator[Patch]:
