@@ -161,7 +161,7 @@ def accelerator(config: Any, plugin: Any = None) -> Any:
     fake = SimpleNamespace(
         state=state, parallelism_config=config, distributed_type=state.distributed_type, is_fsdp2=state.is_fsdp2,
         num_processes=2, multi_device=state.distributed_type.name.startswith("MULTI_"), _dataloaders=[], _models=[],
-        device=state.device,
+        device=state.device, torch_device_mesh=state.device_mesh,
     )  # fmt: skip
     config._validate_accelerator(fake)
     return fake
