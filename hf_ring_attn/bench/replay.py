@@ -98,61 +98,109 @@ def replay_backward(
     params: Params, wide: torch.dtype | None = None, path: Transfer = "ring", extra: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of whole rows, from a forward's results."""
-    extra = {} if extra is None else extra
-    length = q.shape[1]
-    ranks = ranks_of(length, size, mask, path == "sparse")
-    seen = [rank.seen.to(q.device) for rank in ranks]
+    ranks = ranks_of(q.shape[1], size, mask, path == "sparse")
     at = [rank.held.to(q.device) for rank in ranks]
-    dq, dk, dv = (torch.empty(x.shape, dtype=wide or x.dtype, device=x.device) for x in (q, k, v))
     parts = []
     for here in at:
-        mine = q[:, here] if size > 1 else q
-        parts.append((dout[:, here], mine, lse[:, :, here], kernel.delta(dout[:, here], out[:, here])))
+        mine, (outs, d) = q[:, here] if size > 1 else q, (out[:, here], dout[:, here])
+        parts.append(Part(mine, outs, lse[:, :, here], d, kernel.delta(d, outs)))
+    into = tuple(torch.empty(x.shape, dtype=wide or x.dtype, device=x.device) for x in (q, k, v))
+    replayed = _Backward(kernel, k, v, ranks, at, parts, params, {} if extra is None else extra, *into)
+    if path == "ring":
+        replayed.by_ring()
+    else:
+        replayed.by_gather()
+    return replayed.dq, replayed.dk, replayed.dv
 
-    if path != "ring":
+
+class Part(NamedTuple):
+    """A rank's queries, the results of their forward, and what the backward of these begins with."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    delta: Tensor
+
+    def of_heads(self, heads: slice) -> Part:
+        """The same for some query heads."""
+        q, out, dout = (x[:, :, heads] for x in (self.q, self.out, self.dout))
+        return Part(q, out, self.lse[:, heads], dout, self.delta[:, heads])
+
+
+class _Backward(NamedTuple):
+    """The backward of all ranks, into dq, dk and dv. ``at``: the places of each rank's queries, ``parts``: these."""
+
+    kernel: Kernel
+    k: Tensor
+    v: Tensor
+    ranks: tuple[Rank, ...]
+    at: list[Tensor]
+    parts: list[Part]
+    params: Params
+    extra: dict[str, Tensor]
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def by_gather(self) -> None:
+        """Each rank has all keys that it sees; sums of their gradients are reduce-scattered."""
+        k, v, new = self.k, self.v, self.kernel.new_gradient
         sums = torch.zeros(k.shape, device=k.device), torch.zeros(v.shape, device=v.device)
-        for rank, here, these, (d, mine, log_sum, delta) in zip(ranks, at, seen, parts, strict=True):
+        for rank, here, part in zip(self.ranks, self.at, self.parts, strict=True):
+            these = rank.seen.to(k.device)
             kk, vv = k[:, these], v[:, these]
-            home = places(mine, kk, vv, rank.tables.queries, rank.tables.keys, params.scale)
-            new = kernel.new_gradient
-            into = Gradients(new(mine, home[0]), new(kk, home[1]), new(vv, home[2]), home, extra)
-            kernel.backward(d, mine, kk, vv, log_sum, delta, rank.tables.forward, params, into, out[:, here])
-            dq[:, here] = kernel.finish(into.dq, wide or q.dtype, home[0])
-            for total, x, p in zip(sums, (into.dk, into.dv), home[1:], strict=True):
-                total[:, these] += kernel.finish(x, torch.float32, p)
-        return dq, sums[0].to(dk.dtype), sums[1].to(dv.dtype)
+            home = places(part.q, kk, vv, rank.tables.queries, rank.tables.keys, self.params.scale)
+            into = Gradients(new(part.q, home[0]), new(kk, home[1]), new(vv, home[2]), home, self.extra)
+            self._add(part, kk, vv, rank.tables.forward, self.params, into)
+            self.dq[:, here] = self.kernel.finish(into.dq, self.dq.dtype, home[0])
+            for total, x, place in zip(sums, (into.dk, into.dv), home[1:], strict=True):
+                total[:, these] += self.kernel.finish(x, torch.float32, place)
+        self.dk.copy_(sums[0])
+        self.dv.copy_(sums[1])
 
-    of_q = [
-        kernel.new_gradient(mine, places(mine, k, v, rank.tables.queries, rank.tables.segments[0], params.scale)[0])
-        for rank, (_, mine, _, _) in zip(ranks, parts, strict=True)
-    ]
-    for half in head_halves(k.shape[2], size):
-        of_half = slice(half.start * (q.shape[2] // k.shape[2]), half.stop * (q.shape[2] // k.shape[2]))
-        keys = [(k[:, here][:, :, half], v[:, here][:, :, half]) for here in at]
+    def by_ring(self) -> None:
+        """Keys, and sums of their gradients, pass from rank to rank: one half of the heads after the other."""
+        of_q = [
+            self.kernel.new_gradient(part.q, self._home(number, number, part.q, self.k, self.v)[0])
+            for number, part in enumerate(self.parts)
+        ]
+        for half in head_halves(self.k.shape[2], len(self.ranks)):
+            self._pass_half(half, of_q)
+        for number, (here, part) in enumerate(zip(self.at, self.parts, strict=True)):
+            home = self._home(number, number, part.q, self.k, self.v)
+            self.dq[:, here] = self.kernel.finish(of_q[number], self.dq.dtype, home[0])
+
+    def _pass_half(self, half: slice, of_q: list[Tensor]) -> None:
+        """Passes some key heads around the ring; adds to the queries' sums ``of_q`` and writes dk and dv."""
+        size, group = len(self.ranks), self.parts[0].q.shape[2] // self.k.shape[2]
+        queries = slice(half.start * group, half.stop * group)
+        keys = [(self.k[:, here][:, :, half], self.v[:, here][:, :, half]) for here in self.at]
         travelling: list[tuple[Tensor, Tensor] | None] = [None] * size
         for step in range(size):  # each rank's own keys last
-            for r, rank in enumerate(ranks):
-                source = (r - 1 - step) % size
-                d, mine, log_sum, delta = parts[r]
-                d, mine, mine_out = d[:, :, of_half], mine[:, :, of_half], out[:, at[r]][:, :, of_half]
+            for number, rank in enumerate(self.ranks):
+                source, part = (number - 1 - step) % size, self.parts[number].of_heads(queries)
                 kk, vv = keys[source]
-                home = places(mine, kk, vv, rank.tables.queries, rank.tables.segments[source], params.scale)
-                sums = travelling[source] or (kernel.new_gradient(kk, home[1]), kernel.new_gradient(vv, home[2]))
-                into = Gradients(kernel.of_heads(of_q[r], of_half), *sums, home, extra)
-                kernel.backward(
-                    d, mine, kk, vv, log_sum[:, of_half], delta[:, of_half], rank.tables.backward[source],
-                    params.of_heads(of_half), into, mine_out,
+                home = self._home(number, source, part.q, kk, vv)
+                sums = travelling[source] or (
+                    self.kernel.new_gradient(kk, home[1]), self.kernel.new_gradient(vv, home[2]),
                 )  # fmt: skip
+                into = Gradients(self.kernel.of_heads(of_q[number], queries), *sums, home, self.extra)
+                self._add(part, kk, vv, rank.tables.backward[source], self.params.of_heads(queries), into)
                 travelling[source] = sums
         shapes = {tuple(x.shape for x in pair) for pair in travelling if pair is not None}
         assert len(shapes) == 1, "accumulators that are sent on must have one size"
-        for r, rank in enumerate(ranks):
-            home = places(parts[r][1], *keys[r], rank.tables.queries, rank.tables.segments[r], params.scale)
-            pair = travelling[r]
+        for number, (here, pair) in enumerate(zip(self.at, travelling, strict=True)):
             assert pair is not None
-            for whole, x, p in zip((dk, dv), pair, home[1:], strict=True):
-                whole[:, at[r], half] = kernel.finish(x, whole.dtype, p)
-    for r, rank in enumerate(ranks):
-        home = places(parts[r][1], k, v, rank.tables.queries, rank.tables.segments[r], params.scale)
-        dq[:, at[r]] = kernel.finish(of_q[r], dq.dtype, home[0])
-    return dq, dk, dv
+            home = self._home(number, number, self.parts[number].q, *keys[number])
+            for whole, x, place in zip((self.dk, self.dv), pair, home[1:], strict=True):
+                whole[:, here, half] = self.kernel.finish(x, whole.dtype, place)
+
+    def _home(self, number: int, source: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Place, Place, Place]:
+        """The places of the gradients of a rank's queries and of another rank's keys."""
+        tables = self.ranks[number].tables
+        return places(q, k, v, tables.queries, tables.segments[source], self.params.scale)
+
+    def _add(self, part: Part, k: Tensor, v: Tensor, tiles: Tensor, params: Params, into: Gradients) -> None:
+        """Adds the gradients of some tiles."""
+        self.kernel.backward(part.dout, part.q, k, v, part.lse, part.delta, tiles, params, into, part.out)
