@@ -16,7 +16,7 @@ from ..comm.ring import LOCAL, Ring
 from ..config import RingConfig
 from ..dtypes import FLOATS, INTEGERS
 from ..errors import BadShape, RanksDiffer
-from ..kernels import Params, Request, ScoreFunction, ScoreMod
+from ..kernels import Kernel, Params, Request, ScoreFunction, ScoreMod
 from ..sharding.layout import LONGEST, Layout
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from ..sharding.plan import Plan
@@ -169,18 +169,11 @@ def ring_attention(
         need += ": see hf_ring_attn.positions"
         raise BadShape("q", tuple(q.shape), need)
 
-    batch, _, heads, head_dim = q.shape
+    batch = q.shape[0]
     mask = Mask.of(band, batch, layout.padded, _documents(ids, batch, layout))
-    request = Request(
-        q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], softcap is not None, sinks is not None,
-        config.deterministic, mask.holes, mod is not None,
-    )  # fmt: skip
     q, factor = with_scale_above_zero(q, factor)
     params = Params(factor, softcap, sinks, config.deterministic, mod)
-    if mod is None:
-        kernel = kernel_for(ring.name, config.kernel, request)
-    else:
-        kernel = kernel_for_scores(ring.name, config.kernel, request, params, mask, batch, length)
+    kernel = _kernel(ring, config, q, k, v, params, mask, length)
     missing = layout.local_length - held  # the last tokens of each rank's share, as they are of the row
     if missing:
         q, k, v = (pad(x, (0, 0, 0, 0, 0, missing)) for x in (q, k, v))
@@ -253,6 +246,20 @@ def _documents(ids: Tensor | None, batch: int, layout: Layout) -> Tensor | None:
     if ids.shape not in ((layout.length,), (batch, layout.length)):
         raise BadShape("documents", tuple(ids.shape), f"it must be [{batch}, {layout.length}], the whole row")
     return layout.pad(ids.expand(batch, -1), 1, -1)
+
+
+def _kernel(
+    ring: Ring, config: RingConfig, q: Tensor, k: Tensor, v: Tensor, params: Params, mask: Mask, length: int
+) -> Kernel:
+    """The kernel of a call."""
+    batch, _, heads, head_dim = q.shape
+    request = Request(
+        q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], params.softcap is not None,
+        params.sinks is not None, config.deterministic, mask.holes, params.score_mod is not None,
+    )  # fmt: skip
+    if params.score_mod is None:
+        return kernel_for(ring.name, config.kernel, request)
+    return kernel_for_scores(ring.name, config.kernel, request, params, mask, batch, length)
 
 
 FACTS = (
