@@ -16,7 +16,7 @@ from ..comm.ring import LOCAL, Ring
 from ..config import RingConfig
 from ..dtypes import FLOATS, INTEGERS
 from ..errors import BadShape, RanksDiffer
-from ..kernels import Kernel, Params, Request, ScoreFunction, ScoreMod
+from ..kernels import Params, Request, ScoreFunction, ScoreMod
 from ..sharding.layout import LONGEST, Layout
 from ..sharding.mask import BIDIRECTIONAL, CAUSAL, UNBOUNDED, Band, Mask
 from ..sharding.plan import Plan
@@ -250,8 +250,8 @@ def _documents(ids: Tensor | None, batch: int, layout: Layout) -> Tensor | None:
 
 def _kernel(
     ring: Ring, config: RingConfig, q: Tensor, k: Tensor, v: Tensor, params: Params, mask: Mask, length: int
-) -> Kernel:
-    """The kernel of a call."""
+) -> str:
+    """The name of the kernel of a call."""
     batch, _, heads, head_dim = q.shape
     request = Request(
         q.device.type, q.dtype, heads, k.shape[2], head_dim, v.shape[3], params.softcap is not None,

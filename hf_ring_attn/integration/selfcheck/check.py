@@ -44,7 +44,7 @@ from .restore import preserved
 from .row import Sample, SelfCheckState, row_length
 from .states import States
 from .tolerance import AMPLIFICATION, EXACT, LOSS, Attempt, always_passes, dtypes_seen, rounded_anew
-from .trial import ALWAYS, GRADIENT, repeatable_step, run_step, set_modes, stand_in, watched_weights
+from .trial import ALWAYS, GRADIENT, StepResult, repeatable_step, run_step, set_modes, stand_in, watched_weights
 from .zeros import moved_from_zero
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class _Check(AcrossRanks):
         def refusal(limits: list[float]) -> errors.Refused:
             self._refuse_other_weights(whole, least)
             if self.states.second:
-                return errors.TokensKept(self.name, self.states.in_words(), self.ring.size, found, limits[0])
+                return self._tokens_kept(self.name, [found], limits)
             if not self.context.whole_head:
                 self._refuse_pooled(whole, share, compared, limits[0])
             where, tokens = self._first_difference(row, mine, compared, least), mine.context.layout.length
@@ -238,16 +238,7 @@ class _Check(AcrossRanks):
         set_modes(self.model, None if step.trains else modes if trains else [False] * len(modes))
         labelled = self.context.facts.has_labels or self.context.whole_head
         row = self._row(seed, rows, labelled, repeats=True, of_batch=bool(step.name))
-        attempted = partial(run_step, step, self.model, self.given, weights=[*weights.values()], as_one=self.as_one)
-        batches = {True: self._local(row, Ring(LOCAL)), False: self._local(row, self.ring)}
-        whole_step, ring_step = (
-            partial(
-                self.states.run,
-                partial(attempted, row, batch, partial(self._call, *batch), partial(self.agree, batch.context.ring)),
-                is_whole,
-            )
-            for is_whole, batch in batches.items()
-        )
+        whole_step, ring_step = (self._step(step, row, ring, [*weights.values()]) for ring in (Ring(LOCAL), self.ring))
         with dtypes_seen() as dtypes:
             whole = repeatable_step(partial(self._whole, whole_step, rows), self.model, name, self.device)
             if whole is None:
@@ -269,8 +260,7 @@ class _Check(AcrossRanks):
 
         def refusal(limits: list[float]) -> errors.Refused:
             if self.states.second:
-                error, limit = max(zip(found, limits, strict=True), key=lambda pair: pair[0] / pair[1])
-                return errors.TokensKept(name, self.states.in_words(), self.ring.size, error, limit)
+                return self._tokens_kept(name, found, limits)
             own = bool(step.name) and not (self.context.gathers_logits or self.context.whole_head)  # else on whole rows
             if found[0] > limits[0]:
                 with suppress(errors.NothingToCheck, errors.SelfCheckNotRun):
@@ -298,6 +288,11 @@ class _Check(AcrossRanks):
         again = own or (by_model and not self.context.whole_head)
         return errors.LossNotSharded(what, again=again, own=own)
 
+    def _tokens_kept(self, name: str, found: list[float], limits: list[float]) -> errors.Refused:
+        """The refusal of a second run that differs, since something kept tokens of the first."""
+        error, limit = max(zip(found, limits, strict=True), key=lambda pair: pair[0] / pair[1])
+        return errors.TokensKept(name, self.states.in_words(), self.ring.size, error, limit)
+
     # ---- runs ----
 
     def _row(
@@ -314,6 +309,15 @@ class _Check(AcrossRanks):
         if mine.context.text is not None and self.context.text is not None:
             mine.context.text.configs += self.context.text.configs
         return mine
+
+    def _step(
+        self, step: TrialStep, row: Mapping[str, Any], ring: Ring, weights: list[nn.Parameter]
+    ) -> Callable[[], StepResult | None]:
+        """A trial step of this rank's share of a row; of the whole row in a ring of one."""
+        mine = self._local(row, ring)
+        call, agree = partial(self._call, *mine), partial(self.agree, ring)
+        run = partial(run_step, step, self.model, self.given, row, mine, call, agree, weights, self.as_one)
+        return partial(self.states.run, run, ring.size == 1)
 
     def _call_whole(self, row: Mapping[str, Any]) -> Any:
         """The model's outputs for the whole row, in a ring of one: the same masks and kernels."""
