@@ -152,21 +152,9 @@ class OnWholeDocuments(OwnForward):
             return self.alone(*args, **kwargs)
         name, several = type(self.module).__name__, sum(map(len, rows.pieces)) > 1
         refuse_cache(name, [*args, *kwargs.values()])
-        given = tree_leaves((args, kwargs))
-        searched: list[Any] = given
-        if isinstance(self.module, nn.RNNBase):
-            searched = [args[0] if args else kwargs.get("input")]
-        ran = _RAN[self.module]
-        tokens: dict[int, Tensor] = {
-            id(x): x for x in searched if is_of_tokens(x, rows) and not self.is_of_pairs(x, rows)
-        }
-        # Only beside them: a layer that gets nothing else may look along features, with tokens in place of rows.
-        bare = ran.without_rows(given, {*map(id, searched)}, rows) if tokens else set()
-        tokens |= {id(x): x[None] for x in searched if id(x) in bare}
-        if not ran.knows(given, tokens, rows.layout.local_length):
-            raise errors.UnsupportedModel(name, [_BY_CHANCE])
-
-        attributes = DocumentAttributes(self.module)
+        given, attributes = tree_leaves((args, kwargs)), DocumentAttributes(self.module)
+        of_rnn = [args[0] if args else kwargs.get("input")]
+        tokens, bare = self._tokens(given, of_rnn if isinstance(self.module, nn.RNNBase) else given, rows)
 
         def compute(whole: list[Tensor], of: Piece) -> Any:
             whole = [x[0] if number in bare else x for number, x in zip(tokens, whole, strict=True)]
@@ -190,6 +178,26 @@ class OnWholeDocuments(OwnForward):
         found = compute_on_whole_documents(rows, [*tokens.values()], compute, name)
         attributes.end()
         return _keep_rows(rows, found)
+
+    def _tokens(self, given: list[Any], searched: list[Any], rows: RowShare) -> tuple[dict[int, Tensor], set[int]]:
+        """The inputs of a rank's tokens by their identities, and which of these had no axis of rows.
+
+        Args:
+            given: all inputs. searched: those that may be of tokens.
+
+        Raises:
+            UnsupportedModel: an input may have the size of tokens by chance.
+        """
+        ran = _RAN[self.module]
+        tokens: dict[int, Tensor] = {
+            id(x): x for x in searched if is_of_tokens(x, rows) and not self.is_of_pairs(x, rows)
+        }
+        # Only beside them: a layer that gets nothing else may look along features, with tokens in place of rows.
+        bare = ran.without_rows(given, {*map(id, searched)}, rows) if tokens else set()
+        tokens |= {id(x): x[None] for x in searched if id(x) in bare}
+        if not ran.knows(given, tokens, rows.layout.local_length):
+            raise errors.UnsupportedModel(type(self.module).__name__, [_BY_CHANCE])
+        return tokens, bare
 
     def _states(self, given: list[Any], of: Piece) -> dict[int, Tensor]:
         """A document's states of an RNN, which are [layers, B, H]; by the identities of those of all rows."""
