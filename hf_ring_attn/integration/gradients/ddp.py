@@ -222,6 +222,17 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
     if any(_steps_inside(wrapper, optimizer) for wrapper in list(_WRAPPED)):
         return
     every = list(_WRAPPED.items())
+    _compare_left_alone(every, optimizer)
+    for wrapper, wrapped in every:
+        try:
+            wrapper.reducer._check_reducer_finalized()
+        except RuntimeError:
+            if error := _unfinished(wrapper, wrapped, optimizer):
+                raise error from None
+
+
+def _compare_left_alone(every: list[tuple[Any, Wrapped]], optimizer: Optimizer) -> None:
+    """Compares among ranks the gradients that an optimizer is about to use, and that DDP has not averaged."""
     for wrapper, wrapped in every:
         if not (wrapped.left or wrapped.awaits):
             continue
@@ -232,27 +243,23 @@ def _refuse_unaveraged(optimizer: Optimizer) -> None:
             (ring, todo), wrapped.left = wrapped.left or (Ring.of(wrapper.process_group), unseen), None
             norms = {f"gradient of {names[id(x)]} (its norm)": None if x.grad is None else x.grad.norm() for x in mine}
             ring.agree(norms, ring.small_device(mine[0].device), todo, doing="compared gradients that DDP left alone")
-    for wrapper, wrapped in every:
-        try:
-            wrapper.reducer._check_reducer_finalized()
-        except RuntimeError:
-            weights = dict(wrapper.named_parameters())
-            theirs = set(map(id, weights.values()))
-            mine = [x for x in optimizer_steps.weights_of(optimizer) if id(x) in theirs]
-            if not mine or not wrapped.seen:
-                continue
-            lacking = (
-                n for n, x in weights.items() if id(x) in wrapped.seen and (x.grad is None or not x.requires_grad)
-            )
-            name = next(lacking, "").removeprefix("module.")
-            example = f" ({name}, ...)" if name else ""
-            raise errors.UnsupportedModel(
-                name_of(wrapper),
-                [
-                    f"its optimizer steps before DDP averaged all gradients{example}: let no optimizer step inside the "
-                    "backward; if this loss does not use some weights, set ddp_find_unused_parameters=True"
-                ],
-            ) from None
+
+
+def _unfinished(wrapper: Any, wrapped: Wrapped, optimizer: Optimizer) -> errors.UnsupportedModel | None:
+    """The refusal of an optimizer that steps weights of DDP while it awaits gradients; None: it steps others."""
+    weights = dict(wrapper.named_parameters())
+    theirs = set(map(id, weights.values()))
+    if not wrapped.seen or not any(id(x) in theirs for x in optimizer_steps.weights_of(optimizer)):
+        return None
+    lacking = (n for n, x in weights.items() if id(x) in wrapped.seen and (x.grad is None or not x.requires_grad))
+    name = next(lacking, "").removeprefix("module.")
+    return errors.UnsupportedModel(name_of(wrapper), [_UNFINISHED.format(f" ({name}, ...)" if name else "")])
+
+
+_UNFINISHED = (
+    "its optimizer steps before DDP averaged all gradients{}: let no optimizer step inside the backward; if this loss "
+    "does not use some weights, set ddp_find_unused_parameters=True"
+)
 
 
 def _steps_inside(wrapper: Any, optimizer: Optimizer) -> bool:
