@@ -138,13 +138,8 @@ def predict(
         count: computes num_items_in_batch for the trainer's compute_loss. names: the inputs that are labels.
         only: the one output to return; "" for all.
     """
-    has_labels = len(names) > 0 and all(inputs.get(name) is not None for name in names)
-    return_loss = inputs.get("return_loss")
-    has_loss = has_labels or (not names and bool(trainer.can_return_loss if return_loss is None else return_loss))
+    has_loss = _has_loss(trainer, inputs, names)
     labels = tuple(inputs[name].detach() for name in names) if has_loss else None
-    if ignore_keys is None:
-        ignore_keys = getattr(getattr(trainer.model, "config", None), "keys_to_ignore_at_inference", None) or []
-        ignore_keys = [*ignore_keys, *CACHES]
     num_items = count(trainer, inputs) if has_loss else None
 
     enter, local = shard_inputs(trainer, model, inputs, False, count, has_loss)
@@ -161,9 +156,24 @@ def predict(
         loss = mean_loss(loss.detach().mean(), sharded.ring, sharded.context.state(TrialStep).has_one_value)
     if prediction_loss_only:
         return loss, None, None
-    left_out = [*ignore_keys, "loss"] if has_loss else ignore_keys  # else Trainer takes it for a prediction
+    left_out = _ignored(trainer) if ignore_keys is None else ignore_keys
+    left_out = [*left_out, "loss"] if has_loss else left_out  # else Trainer takes it for a prediction
     logits = _whole_outputs(sharded, model, outputs, left_out, only)
     return loss, logits[0] if len(logits) == 1 else logits, labels[0] if labels and len(labels) == 1 else labels
+
+
+def _has_loss(trainer: Any, inputs: dict[str, Any], names: Sequence[str]) -> bool:
+    """Returns True for a batch with all labels ``names``; without names, if the model or the batch says so."""
+    if names:
+        return all(inputs.get(name) is not None for name in names)
+    return_loss = inputs.get("return_loss")
+    return bool(trainer.can_return_loss if return_loss is None else return_loss)
+
+
+def _ignored(trainer: Any) -> list[str]:
+    """The outputs that a trainer takes for no predictions, if its caller names none."""
+    config = getattr(trainer.model, "config", None)
+    return [*(getattr(config, "keys_to_ignore_at_inference", None) or ()), *CACHES]
 
 
 def _whole_outputs(
