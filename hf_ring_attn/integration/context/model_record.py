@@ -110,6 +110,27 @@ class Visit:
     checkpointing: list[nn.Module] = field(default_factory=list)
     forwards: list[Any] = field(default_factory=list)
 
+    def add_weights(self, weights: Iterable[Any]) -> None:
+        """Adds the weights of a module, with their hooks, which a program set."""
+        add = self.structure.append
+        for weight in weights:
+            if weight is None:
+                add(False)
+                continue
+            trains = weight.requires_grad
+            add(trains)
+            self.weights.append(weight)
+            if weight._backward_hooks:
+                self.add_hooks(weight._backward_hooks.values())
+            if trains:
+                self.trained.append(weight)
+                if after_grad := weight._post_accumulate_grad_hooks:
+                    self.add_hooks(after_grad.values())
+
+    def add_hooks(self, hooks: Iterable[Any]) -> None:
+        """Adds the program's hooks, by their code, and none of ours."""
+        self.structure += [code_of(hook) for hook in hooks if not is_ours(hook)]
+
 
 class Visits(dict["ModelRecord", Visit]):
     """The visits of models that a batch is admitting now, so that each is visited once."""
@@ -237,7 +258,7 @@ def _visited(model: nn.Module) -> Visit:
     """Visits all modules once. Runs for every batch, mostly waiting for memory: after a step no cache holds them."""
     visit, to_visit, distinct = Visit(), [model], set[nn.Module | None]([None])
     found, modules = visit.structure, visit.modules
-    add, extend, add_weight, add_trained = found.append, found.extend, visit.weights.append, visit.trained.append
+    add, extend, add_weights = found.append, found.extend, visit.add_weights
     while to_visit:
         module = to_visit.pop()
         if module in distinct:
@@ -250,22 +271,9 @@ def _visited(model: nn.Module) -> Visit:
             extend(map(id, parts.values()))
             to_visit.extend(reversed(parts.values()))
         if weights:
-            for weight in weights.values():
-                if weight is None:
-                    add(False)
-                    continue
-                trains = weight.requires_grad
-                add(trains)
-                add_weight(weight)
-                if weight._backward_hooks:
-                    extend(code_of(hook) for hook in weight._backward_hooks.values() if not is_ours(hook))
-                if trains:
-                    add_trained(weight)
-                    if after_grad := weight._post_accumulate_grad_hooks:
-                        extend(code_of(hook) for hook in after_grad.values() if not is_ours(hook))
+            add_weights(weights.values())
         if after or before or back or pre_back:
-            hooks = (*after.values(), *before.values(), *back.values(), *pre_back.values())
-            extend(code_of(hook) for hook in hooks if not is_ours(hook))
+            visit.add_hooks((*after.values(), *before.values(), *back.values(), *pre_back.values()))
         add(id(own["config"]) if "config" in own else None)
         if "forward" in own:
             forward = programs_own(own["forward"])
