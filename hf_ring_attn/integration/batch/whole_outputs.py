@@ -18,7 +18,7 @@ from ..context.introspect import CACHES
 from ..context.model_record import SeenOutputs
 from ..gradients import loss_gradients
 from ..gradients.backward_end import BackwardEnd
-from ..losses.lazy_logits import with_logits
+from ..losses.lazy_logits import ordinary
 from ..losses.local_logits import held
 from ..model.call_inputs import is_number
 from ..model.experts import AuxiliaryLoss
@@ -84,7 +84,7 @@ def whole_output(
         return type(output)(*several) if hasattr(output, "_fields") else type(output)(several)
     if not isinstance(output, Tensor):
         return None
-    x, local, context = with_logits(held(output), "output of whole rows"), sharded.layout.local_length, sharded.context
+    x, local, context = ordinary(held(output), "output of whole rows"), sharded.layout.local_length, sharded.context
     is_known = path in LOSSES or (path == "aux_loss" and context.state(AuxiliaryLoss).computed)
     if context.whole_head or path in seen.pooled or (x.dim() == 0 and is_known):
         others.ends.append(x.grad_fn)

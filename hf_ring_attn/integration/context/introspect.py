@@ -160,7 +160,12 @@ def _globals_in(code: Any) -> frozenset[str]:
 
 def name_of(model: nn.Module) -> str:
     """The class name of the user's model, inside DDP and other wrappers."""
-    return class_of(next((module for module in model.modules() if "config" in module.__dict__), model))
+    return class_of(_outermost(model))
+
+
+def _outermost(model: nn.Module) -> nn.Module:
+    """The outermost module of a model that has a config; the model itself if none has."""
+    return next((module for module in model.modules() if "config" in module.__dict__), model)
 
 
 def class_of(module: nn.Module) -> str:
@@ -312,7 +317,7 @@ def text_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def inner_text_model(model: nn.Module) -> Any:
     """The text model inside ``model`` that can be called with a part of the row; None if there is none."""
-    outer: Any = next((module for module in model.modules() if "config" in module.__dict__), model)
+    outer: Any = _outermost(model)
     text = outer.get_decoder() if hasattr(outer, "get_decoder") else None
     config = None if text is None else text.__dict__.get("config")  # BERT's decoder is the layer that makes its logits
     inner = config is not None and config is not outer.config and config is outer.config.get_text_config()

@@ -125,7 +125,7 @@ class LazyLogits(Tensor):
         unmade = isinstance(lazy, LazyLogits) and lazy.made is None
         result = _recorded(lazy, function, name, args[1:], kwargs) if unmade else None
         if result is None:
-            args, kwargs = tree_map(lambda x: _ordinary(x, name), (args, kwargs))
+            args, kwargs = tree_map(lambda x: ordinary(x, name), (args, kwargs))
             result = function(*args, **kwargs)
         return result if origin is None else followed(result, Call(origin, function, args, kwargs, lazy), origin)
 
@@ -141,13 +141,9 @@ class LazyLogits(Tensor):
         return function(*values[0], **values[1])
 
 
-def _ordinary(x: Any, user: str) -> Any:
+def ordinary(x: Any, user: str) -> Any:
+    """Lazy logits as an ordinary tensor, made for ``user``; anything else as it is."""
     return x.tensor(user) if isinstance(x, LazyLogits) else x
-
-
-def with_logits(x: Any, user: str) -> Any:
-    """An output of a model, nested perhaps, with its lazy logits made."""
-    return tree_map(lambda part: _ordinary(part, user), x)
 
 
 def _recorded(
