@@ -31,7 +31,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 LOCAL = ""
 """The name of the ring of one, which needs no process group."""
-
+_CPU = torch.device("cpu")
 
 _OWN = re.compile(r"cuda (error|failure)|out of memory|device-side assert", re.IGNORECASE)
 """Words of errors of this rank's own GPU, also of those that NCCL reports."""
@@ -304,11 +304,11 @@ class Ring:
             dist.broadcast_object_list(sent, group=self.group, group_src=0)
         return sent[0]
 
-    def small_device(self, device: torch.device) -> torch.device:
-        """The device for small messages: the GPU for NCCL, which cannot send CPU tensors."""
+    def small_device(self, device: torch.device = _CPU) -> torch.device:
+        """The device for small messages about tensors on one: the GPU for NCCL, which cannot send CPU tensors."""
         if self.backend == "nccl":
             return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu") if self.backend == "gloo" else device
+        return _CPU if self.backend == "gloo" else device
 
     def start_rows(
         self, numbers: Sequence[int | Tensor], device: torch.device, doing: str

@@ -307,7 +307,7 @@ class _Reading:
 
 def _read(batch: Mapping[str, Any], ring: Ring, options: RingConfig, model: nn.Module | None, head: bool) -> _Reading:
     """Reads a rank's batch. A refusal is kept for all ranks to hear of it."""
-    read = _Reading(compared_inputs.empty_facts(options, batch), ring.small_device(torch.device("cpu")))
+    read = _Reading(compared_inputs.empty_facts(options, batch), ring.small_device())
     try:
         tokens = tokens_of(batch)
         read.device = ring.small_device(tokens.device)

@@ -10,8 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...comm.groups import send_to_all
 from ...comm.ring import Ring
 from ..patching.changes import Original, Patch
@@ -26,10 +24,9 @@ def _load_best_model(original: Original, self: Any) -> None:
     original(self)
     if self.is_fsdp_enabled:  # all ranks of FSDP read one checkpoint together
         return
-    world, cpu = Ring.of(None), torch.device("cpu")
-    folder = Path(self.state.best_model_checkpoint)
+    world, folder = Ring.of(None), Path(self.state.best_model_checkpoint)
     found = any((folder / name).exists() for name in NAMES)
-    have = world.numbers(int(found), world.small_device(cpu), "loaded the best model")
+    have = world.numbers(int(found), world.small_device(), "loaded the best model")
     if any(have) and not all(have):
         _send(self.model, have.index(1))
 

@@ -12,8 +12,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ... import errors
 from ...comm.ring import Ring
 from ..log import warn
@@ -95,7 +93,7 @@ def _chosen_by_all(asked: Checkpoint, folder: str, by_fsdp: bool) -> Checkpoint:
     except errors.Refused as error:
         failure = error
     facts = {"the checkpoint to resume from": str(found) if isinstance(found, bool) else Path(found).name}
-    world.agree(facts, world.small_device(CPU), TODO, failure, doing="chose a checkpoint")
+    world.agree(facts, world.small_device(), TODO, failure, doing="chose a checkpoint")
     return found
 
 
@@ -161,7 +159,7 @@ def _agree(folder: Path, failure: Exception | None) -> None:
         CheckpointNotSaved: on every rank, with each failure.
     """
     world = Ring.of(None)
-    failed = world.numbers(int(failure is not None), world.small_device(CPU), "saved a checkpoint")
+    failed = world.numbers(int(failure is not None), world.small_device(), "saved a checkpoint")
     if not any(failed):
         return
     text = None if failure is None else f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -170,7 +168,6 @@ def _agree(folder: Path, failure: Exception | None) -> None:
     raise errors.CheckpointNotSaved(str(folder), found, None if complete is None else str(complete)) from failure
 
 
-CPU = torch.device("cpu")
 _AGREED = "_hf_ring_attn_saved_parts"
 """Trainer attribute, set once all ranks saved their part of this checkpoint."""
 
