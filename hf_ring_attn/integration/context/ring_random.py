@@ -53,6 +53,9 @@ _peeked: tuple[Tensor, int] = torch.empty(0, dtype=torch.uint8), 0
 """The state of the last `next_seed`, and how many had it before."""
 
 
+_DOING = "sent the state of its random generators"
+
+
 class RingRandomness:
     """Switches random generators in the context of a batch with images. All ranks give the same seed."""
 
@@ -128,6 +131,9 @@ _GPUS = _Source(
     lambda one, other: all(map(torch.equal, one, other)),
 )  # fmt: skip
 
+_GPU = _Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed, torch.equal)
+"""The generator of this rank's own GPU, which another rank can take over; `_GPUS` are those of all."""
+
 
 def _sources() -> tuple[_Source, ...]:
     """The generators, GPUs last: one without a saved state has nothing to restore."""
@@ -141,26 +147,23 @@ class Draws:
         self._before = [(source, source.get()) for source in _sources()]
 
     def drew(self) -> bool:
+        """Returns True if numbers were drawn since."""
         return any(not source.same(source.get(), state) for source, state in self._before)
 
     def restore(self) -> None:
+        """Sets the generators back."""
         for source, state in self._before:
             source.put(state)
-
-
-def restoring() -> Callable[[], None]:
-    """A function that restores the process's generators."""
-    return Draws().restore
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restores the process's generators on exit."""
-    restore = restoring()
+    before = Draws()
     try:
         yield
     finally:
-        restore()
+        before.restore()
 
 
 @contextmanager
@@ -174,16 +177,12 @@ def as_first_rank(ring: Ring) -> Iterator[None]:
 def follow_first_rank(ring: Ring) -> None:
     """Makes every rank go on with the generators of the ring's first rank."""
     sources = (*_HOST, _GPU) if torch.cuda.is_initialized() else _HOST
-    states = ring.of_first(None if ring.rank > 0 else [source.get() for source in sources], _SENT)
+    states = ring.of_first(None if ring.rank > 0 else [source.get() for source in sources], _DOING)
     for source, state in zip(sources, states, strict=True) if ring.rank > 0 else ():
         source.put(state)
 
 
-_SENT = "sent the state of its random generators"
-_GPU = _Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state, torch.cuda.manual_seed, torch.equal)
-"""The generator of this rank's own GPU."""
-
-
 def seed_all(seed: int) -> None:
+    """Seeds all generators alike."""
     for source in _sources():
         source.seed(seed)

@@ -142,7 +142,7 @@ def _compute_loss(
 ) -> Any:
     context = batch_context.current()
     if context is None and torch.is_grad_enabled():
-        warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+        trainer.warn_of_whole_rows(self)
         return original(self, model, inputs, *others, **named)
     with ExitStack() as stack:
         if context is None:  # an evaluation

@@ -91,7 +91,7 @@ def _log_probs(original: Original, self: Any, model: nn.Module, *given: Any, **n
     calls: Any = nullcontext()
     if trainer_overrides.SHARDS_CALLS not in vars(self):
         if torch.is_grad_enabled():
-            warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+            trainer.warn_of_whole_rows(self)
         else:  # of the batches that TRL cuts
             calls = whole_row_steps.sharded_calls(self, model, inside=False)
     with calls:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from ... import errors
-from ..log import warn
 from ..patching.changes import Original, Patch, around
 from . import prediction, trainer, trainer_facts, trainer_overrides, whole_row_steps
 
@@ -30,7 +29,7 @@ def _step(host: Any, model: nn.Module) -> AbstractContextManager[None]:
 @trainer_facts.in_rings
 def _compute_loss(original: Original, self: Any, *given: Any, **named: Any) -> Any:
     if trainer_overrides.SHARDS_CALLS not in vars(self):
-        warn(trainer.WHOLE_ROWS.format(type(self).__name__))
+        trainer.warn_of_whole_rows(self)
     return original(self, *given, **named)
 
 

@@ -190,7 +190,7 @@ def _compute_loss(
     # As with `shard`, the mean of the ranks' losses is the loss of the whole batch.
     # Outside of a batch's context each rank computes whole rows, as the trial step does in a ring of one.
     if context is None and self.model.training and not shards_calls:
-        warn(WHOLE_ROWS.format(type(self).__name__))
+        warn_of_whole_rows(self)
     of_tokens = None if context is None or context.whole_head else context
     parts = 1 if of_tokens is None or is_part else of_tokens.ring.size
     with smoothed(self, model) if of_tokens is None else smoothed_in_model(self, of_tokens):
@@ -219,7 +219,7 @@ def _training_step(
     """
     call = functools.partial(original, self, model, inputs, num_items_in_batch)
     is_own = program_methods.is_own(self, "compute_loss")
-    restores = [restoring(self), ring_random.restoring()] if is_own else []
+    restores = [restoring(self), ring_random.Draws().restore] if is_own else []
     try:
         loss = own_methods.hosts_step(self, call)
     except NEEDS_WHOLE_ROWS as error:  # the self-check's rows had no such difference
@@ -232,7 +232,12 @@ def _training_step(
     return Ring.of(group_of(self)).mean(loss)
 
 
-WHOLE_ROWS = (
+def warn_of_whole_rows(trainer: Any) -> None:
+    """Warns once of a trainer's loss outside of its ring."""
+    warn(_WHOLE_ROWS.format(type(trainer).__name__))
+
+
+_WHOLE_ROWS = (
     "{} computes a loss outside of its ring: its training_step does not call Trainer's, so every rank computes whole "
     "rows. That is exact, but saves no memory. Override compute_loss instead."
 )
