@@ -136,11 +136,6 @@ def _needs_no_ddp(accelerator: Any, model: nn.Module) -> bool:
     return True
 
 
-@around
-def _prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _prepared(original, self, *args, **kwargs)
-
-
 def _prepared(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `prepare` or `prepare_model`; a program may call either."""
     decide_by_models(self, *args, *kwargs.values())
@@ -163,6 +158,9 @@ def _prepared(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         liger.prepare(model)
         quantized.gather_bytes(model)  # a program may generate before its first batch
     return result
+
+
+_prepare = around(_prepared)
 
 
 @around

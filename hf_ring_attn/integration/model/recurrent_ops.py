@@ -18,6 +18,7 @@ from ... import errors
 from ...layers.halo import RowShare, compute_with_halo
 from ...layers.head_parallel import compute_by_heads
 from ...traffic.gathered_kv import number_of_backward
+from ..context.introspect import by_name
 from ..patching.compiler import uncompiled
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -146,7 +147,7 @@ def _scan(name: str, original: Callable[..., Any]) -> Any:
     def scanned(*args: Any, **kwargs: Any) -> Any:
         if (rows := RUNNING.rows) is None:
             return original(*args, **kwargs)
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        given = by_name(parameters, args, kwargs)
         for state in scan.states:
             if given.get(state) is not None and given[state] is not False:
                 raise errors.UnsupportedArgument(name, state, "a state would be one rank's", "was called with")
