@@ -6,7 +6,7 @@ score_mod, and some compute a loss from other inputs than labels, which are not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -87,9 +87,14 @@ def refuse_other_masks(mask: Any, places: Any, caller: str, context: BatchContex
         return
     real = context.layout.positions() < context.layout.length
     other = [name for name, pair in unlike.items() if not _says_the_same(name, *pair, real, context)]
+    _refuse_on_all(caller, other, (x for x, _ in unlike.values()), context, "compared masks of a call")
+
+
+def _refuse_on_all(caller: str, other: list[str], given: Iterable[Any], context: BatchContext, doing: str) -> None:
+    """Raises OtherInputs on every rank if one got ``other`` inputs. ``given``: a call's, for the message's device."""
     refusal = errors.OtherInputs(caller, [], other) if other else None
-    device = next(x.device for x, _ in unlike.values())
-    context.ring.agree({}, context.ring.small_device(device), failure=refusal, doing="compared masks of a call")
+    device = next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu"))
+    context.ring.agree({}, context.ring.small_device(device), failure=refusal, doing=doing)
 
 
 def _says_the_same(name: str, x: Tensor, own: Tensor, real: Tensor, context: BatchContext) -> bool:
@@ -163,9 +168,7 @@ def _refuse_others(model: nn.Module, given: Mapping[str, Any], context: BatchCon
         raise errors.OtherInputs(name_of(model), missing, other)
     if copies:  # their values may differ on some ranks only
         other = [name for name in copies if not context.state(TrackedInputs)[name].equals(given[name])]
-        refusal = errors.OtherInputs(name_of(model), [], other) if other else None
-        device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("cpu"))
-        context.ring.agree({}, context.ring.small_device(device), failure=refusal, doing="compared inputs of a call")
+        _refuse_on_all(name_of(model), other, given.values(), context, "compared inputs of a call")
 
 
 def _refuse_options(model: nn.Module, given: Mapping[str, Any], shares_loss: bool) -> None:
