@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from ..config import RingConfig
 from ..errors import Refused
 from ..integration.batch.shard import shard
 from ..integration.log import quiet
+from ..integration.patching.modules import Replaced
 from ..integration.selfcheck.tolerance import AMPLIFICATION, LOSS, rounded_anew, tolerance
 from ..testing import relative_error
 from .layers import errors_in_ring, layers_of, record_alone
@@ -93,18 +92,9 @@ def _findings(model: Any, tokens: int, device: torch.device) -> tuple[list[Findi
     return found, row
 
 
-@contextmanager
-def no_router_loss(model: Any) -> Iterator[None]:
+def no_router_loss(model: Any) -> Replaced:
     """Inside, a model of experts adds no loss of its router."""
-    text = model.config.get_text_config()
-    before = getattr(text, "output_router_logits", None)
-    if before:
-        text.output_router_logits = False
-    try:
-        yield
-    finally:
-        if before:
-            text.output_router_logits = before
+    return Replaced(model.config.get_text_config(), "output_router_logits", False)
 
 
 def _distances(got: Answer, want: Answer) -> dict[str, tuple[float, str]]:

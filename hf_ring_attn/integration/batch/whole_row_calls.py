@@ -238,14 +238,9 @@ class _Calls:
         self.replaced.clear()
         self.are_off = True
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> Replaced:
         """Passes calls on to the models' own functions while inside."""
-        before, self.are_off = self.are_off, True
-        try:
-            yield
-        finally:
-            self.are_off = before
+        return Replaced(self, "are_off", True)
 
 
 def _called(models: Iterable[nn.Module | None], inside: bool) -> list[nn.Module]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ from ..context.tensor_tree import tensors_of
 from ..gradients.attention_outputs import note_output
 from ..log import warn
 from ..patching.compiler import uncompiled
-from ..patching.modules import replace_forward
+from ..patching.modules import Replaced, replace_forward
 from . import indexers
 from .decoder import named_kinds
 from .recurrent_ops import BY_HOST
@@ -197,7 +196,8 @@ class _OnWholeRows(OnWholeDocuments):
                 return x
             return torch.zeros_like(x, dtype=hidden.dtype).masked_fill(~x, torch.finfo(hidden.dtype).min)
 
-        with _implemented_by(self.module, self.implementation):
+        config: Any = self.module.__dict__["config"]
+        with Replaced(config, "_attn_implementation_internal", self.implementation):  # its code asks for that
             found, _ = call_with(self.forward, args, kwargs, as_tensor)
         if place is None or type(found) is not tuple:
             return found
@@ -243,18 +243,6 @@ def _layout_of(spec: MaskSpec | None, context: BatchContext | None) -> Layout | 
 
 def _spec_in(given: Iterable[Any]) -> MaskSpec | None:
     return next((x for x in given if isinstance(x, MaskSpec)), None)
-
-
-@contextmanager
-def _implemented_by(module: nn.Module, name: str) -> Iterator[None]:
-    """Inside, the config of an attention names another implementation, which its code asks for."""
-    config: Any = module.__dict__["config"]
-    before = config._attn_implementation_internal
-    config._attn_implementation_internal = name
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = before
 
 
 def _mask_of(spec: MaskSpec, place: Piece, device: torch.device) -> Tensor:
