@@ -68,14 +68,12 @@ class _LazyForward(OwnForward):
             return self.forward(*args, **kwargs)
         state = context.state(ChunkedLoss)
         # What calls the head alone may be computed again after the batch, where it gives ordinary logits.
-        if not state.runs and _is_checkpointed():
-            state.why = "a checkpoint calls its head"
-            return self.forward(given)
-        if why := next(reasons(self.module), ""):
-            state.why = why
-            return self.forward(given)
-        head = Head(self.module, self.forward, hidden, state)
-        if why := next(head.reasons(), ""):
+        is_alone = not state.runs and _is_checkpointed()
+        why = "a checkpoint calls its head" if is_alone else next(reasons(self.module), "")
+        if not why:
+            head = Head(self.module, self.forward, hidden, state)
+            why = next(head.reasons(), "")
+        if why:
             state.why = why
             return self.forward(given)
         if isinstance(given, LocalLogits):  # the program calls the head
@@ -174,17 +172,7 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
         return type(output)(hand_out(x, context, is_last=at == len(output)) for at, x in enumerate(output, start=1))
     if not isinstance(output, Tensor) or not output.is_floating_point() or not _is_of_tokens(output, context):
         return output
-    inputs, layout = context.state(MadeInputs), context.layout
-    own, shifted = (x.value for x in (inputs.labels, inputs.shifted))
-    labels = None if own is None or own.shape != context.local_shape else (own, shifted)
-    known_targets = partial(context.state(TargetsOfBatch).of, inputs, context.facts.rows, layout)
-    items = inputs.get("num_items_in_batch")
-    origin = Origin(
-        context.ring, context.facts.rows, layout.local_length, layout.padding, labels, known_targets,
-        arrives=context.state(BackwardEnd).expect,
-        batch=None if items is None else BatchCounts(items, context.facts.rows, layout.length),
-        layers=context.state(AttendedLayers),
-    )  # fmt: skip
+    origin = _origin(context)
     if isinstance(output, LazyLogits):
         _follow(output.head, origin)
         if output.made is not None and without_loss:
@@ -196,3 +184,18 @@ def hand_out(output: Any, context: BatchContext, without_loss: bool = False, is_
         origin.begin_at(output)
         return LocalLogits.of(output, origin)
     return output
+
+
+def _origin(context: BatchContext) -> Origin:
+    """The origin of an output of a batch's model."""
+    inputs, layout, rows = context.state(MadeInputs), context.layout, context.facts.rows
+    own, shifted = inputs.labels.value, inputs.shifted.value
+    labels = None if own is None or own.shape != context.local_shape else (own, shifted)
+    items = inputs.get("num_items_in_batch")
+    return Origin(
+        context.ring, rows, layout.local_length, layout.padding, labels,
+        partial(context.state(TargetsOfBatch).of, inputs, rows, layout),
+        arrives=context.state(BackwardEnd).expect,
+        batch=None if items is None else BatchCounts(items, rows, layout.length),
+        layers=context.state(AttendedLayers),
+    )  # fmt: skip
