@@ -86,13 +86,15 @@ _WORKERS = (
 
 @around
 def _iter(original: Original, self: Any) -> Iterator[Any]:
-    """Patches a loader's iteration to set ``remainder`` at the end of a stream, as the dispatcher does. Ranks shuffle
-    alike, and get the batches that one of them reads for all."""
+    """Patches a loader's iteration to set ``remainder`` at the end as the dispatcher does, where that would run. Ranks
+    shuffle alike, and get the batches that one of them reads for all."""
     shuffle_alike(self)
+    # It counts rows of tensors: twice as many as samples in batches of pairs.
+    dispatched = _COUNTED in vars(self) or isinstance(self.dataset, one_reader.ReadOnce)
     for batch in one_reader.exchanged(self, original(self)):
         if self.end_of_dataloader and isinstance(self.dataset, DealtStream):
             self.remainder = self.dataset.left
-        elif self.end_of_dataloader and _COUNTED in vars(self) and 1 < ring_of_process().size == world_size():
+        elif self.end_of_dataloader and dispatched and 1 < ring_of_process().size == world_size():
             self.remainder = find_batch_size(batch) or -1
         yield batch
 

@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from hf_ring_attn import errors
 from hf_ring_attn.integration.hosts.one_reader import ReadOnce
+from tests.helpers.jobs import reward_jobs, trl_runs
 from tests.helpers.jobs.comparison import LOSS, Ranks, assert_trains_as_without_ring
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
 from tests.helpers.jobs.trainer_jobs import a_folder, launched, numbers, train, trainer_of
@@ -55,6 +56,20 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(ranks: Ranks, tmp_path: Path) -
         assert outcome.steps == 2
         for name, parameter in whole.parameters.items():
             torch.testing.assert_close(outcome.parameters[name], parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_an_evaluation_of_pairs_counts_all_rows_of_its_last_batch(ranks: Ranks) -> None:
+    """Six pairs, four a batch: the dispatcher counts four rows in the last batch, other loaders two pairs."""
+    case = reward_jobs.Case("", {**DISPATCHED, "per_device_eval_batch_size": 4})
+    want = ranks(1).run(evaluated_pairs, case, Mesh())[0]
+    for loss in ranks(2).run(evaluated_pairs, case, Mesh(cp=2)):
+        assert loss == pytest.approx(want, rel=LOSS)
+
+
+def evaluated_pairs(case: reward_jobs.Case, mesh: Mesh) -> float:
+    with launched(mesh, **trl_runs.OFFLINE), a_folder(None) as folder, trl_runs.quiet():
+        attention = "ring_fp32" if mesh.cp > 1 else "sdpa"
+        return trl_runs.evaluation(reward_jobs.trainer(case, folder, attention))["eval_loss"]
 
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
