@@ -257,20 +257,6 @@ def on_ranks(batches: list[Any], configs: list[RingConfig]) -> tuple[str, str] |
     return attempt(share, batches[rank % len(batches)], configs[rank % len(configs)])
 
 
-def shared_twice(detached: bool) -> tuple[str, str] | None:
-    sharded = hf_ring_attn.shard(tokens(23))
-    inputs = {name: x.detach() if isinstance(x, Tensor) and detached else x for name, x in sharded.inputs.items()}
-    return attempt(hf_ring_attn.shard, inputs)
-
-
-@pytest.mark.parametrize("detached", [False, True])
-def test_a_share_is_not_sharded_again(ranks: Ranks, detached: bool) -> None:
-    """Ranks differed, and the error blamed the loader of the data."""
-    for said in ranks(2).run(shared_twice, detached):
-        assert said is not None and said[0] == "BadBatch"
-        assert "holds tokens that shard() returned: they are this rank's share, not whole rows" in said[1]
-
-
 def altered(name: str) -> Batch:
     batch = padded(8, left=1, right=1) | {"position_ids": torch.arange(8).expand(2, -1).contiguous()}
     batch[name][1, 5] = 1 - batch[name][1, 5]
