@@ -180,6 +180,11 @@ def test_it_is_refused_before_the_first_step(ranks: Ranks, case: Case, options: 
         assert re.match(text, said), said
 
 
+def test_the_trial_finds_nothing_against_the_fused_head(ranks: Ranks) -> None:
+    """With the default loss, an error in the trial would only take whole rows in its place, and their memory."""
+    assert set(ranks(2).run(one_step, Case("all that is tried"), Mesh(cp=2), loss="chunked")) == {"trained"}
+
+
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("averaged", [True, False])
 @pytest.mark.parametrize("kind", [Penalised, Focal, Uncounted])
