@@ -174,7 +174,8 @@ class Binding:
         """The hook before every module."""
         if batch_context.current() is not self.context:  # another batch's, or the self-check's
             return
-        known = self._record_of(module) is not None
+        record = self._record_of(module)
+        known = record is not None
         # Not a model: modules without weights (a loss, an activation made in a call), and parts of a score_mod.
         if (known and self.running is not None) or in_score_mod() or next(module.parameters(), None) is None:
             return
@@ -199,7 +200,7 @@ class Binding:
         if self.handle is not None and (searched or compiled):
             self.handle.remove()
             self.handle = None
-        if self._is_text_part(module):
+        if self._is_text_part(module, record or self._record_of(module)):
             call_inputs.watch(module, self.context, self.leaving, self.paused, inside=True)
         self.leaving.enter_context(module.register_forward_hook(self.after, always_call=True))
 
@@ -209,12 +210,11 @@ class Binding:
         records = (model_record.latest_record(model) for model in self.context.log.models)
         return next((record for record in records if record.holds(inner)), None)
 
-    def _is_text_part(self, module: nn.Module) -> bool:
-        """Returns True for a text model inside a known model. A call of it alone may have other inputs."""
+    def _is_text_part(self, module: nn.Module, record: ModelRecord | None) -> bool:
+        """Returns True for a text model in a known model of this record. A call of it alone may have other inputs."""
         inner, context = introspect.inside(module), self.context
         if context.text is not None or any(introspect.inside(model) is inner for model in context.log.models):
             return False
-        record = self._record_of(inner)
         if record is None:
             return _reads_text(inner)
         parts = record.state(_TextParts)
