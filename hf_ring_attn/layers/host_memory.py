@@ -58,7 +58,7 @@ class Buffers:
         if fitting:
             return self.idle.pop(min(fitting, key=lambda number: len(self.idle[number])))
         if self.idle:
-            self.free(self.idle.pop())
+            self.free([self.idle.pop()])
         return self.make(size)
 
     def reserve(self, sizes: Sequence[int]) -> None:
@@ -118,9 +118,14 @@ class Buffers:
         """Takes back a buffer that is no longer used."""
         self.idle.append(buffer)
 
-    def free(self, buffer: Tensor) -> None:
+    def free(self, buffers: Sequence[Tensor]) -> None:
         if self.locked:
-            unlock([buffer], self.device)
+            unlock(buffers, self.device)
+
+    def clear(self) -> None:
+        """Gives all idle buffers back to the system."""
+        self.free(self.idle)
+        self.idle.clear()  # the list itself: the finalizer has it
 
 
 def unlock(buffers: Sequence[Tensor], device: torch.device | None) -> None:
@@ -292,6 +297,14 @@ def host_memory(device: torch.device) -> HostMemory:
     if device not in _MEMORY:
         _MEMORY[device] = HostMemory(device)
     return _MEMORY[device]
+
+
+def make_room(size: int) -> None:
+    """Gives idle buffers back to the system if host memory cannot hold ``size`` bytes more."""
+    free = free_bytes()
+    if free is not None and free < size + LEFT:
+        for memory in _MEMORY.values():
+            memory.buffers.clear()
 
 
 def pages(size: int) -> Tensor:

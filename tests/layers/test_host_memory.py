@@ -225,6 +225,23 @@ def test_pages_are_unlocked_before_they_go(driver: Driver) -> None:
     driver.synchronize.assert_called_once_with(torch.device("cuda", 1))
 
 
+@pytest.mark.parametrize(("free", "left"), [(20, 2), (8, 0)])
+def test_idle_buffers_make_room_where_memory_is_short(driver: Driver, free: int, left: int) -> None:
+    memory = HostMemory(torch.device("cpu"))
+    memory.buffers = Buffers(locked=True)
+    with mock.patch.object(host_memory, "free_bytes", return_value=64 << 30):
+        memory.buffers.reserve([10, 20])
+    in_use = memory.buffers.take(10)
+    memory.buffers.reserve([10, 20])
+    with (
+        mock.patch.dict(host_memory._MEMORY, {memory.device: memory}, clear=True),
+        mock.patch.object(host_memory, "free_bytes", return_value=free << 30),
+    ):
+        host_memory.make_room(6 << 30)
+    assert len(memory.buffers.idle) == left and len(driver.locked) == left + 1
+    memory.buffers.give(in_use)
+
+
 def test_a_driver_that_locks_no_more_is_named_and_its_error_is_taken_from_the_next_launch(driver: Driver) -> None:
     driver.refuses = True
     with (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ... import errors
 from ...attention.saved_results import Pair, Saved, save_here
-from ...layers.host_memory import HostMemory, Stored, host_memory
+from ...layers.host_memory import HostMemory, Stored, host_memory, make_room
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from ..log import warn
@@ -184,10 +184,21 @@ def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> Non
     layers = record.state(CheckpointedLayers)
     if not layers or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
         return
+    if make_room_to_save not in model._state_dict_pre_hooks.values():
+        model.register_state_dict_pre_hook(make_room_to_save)
     if any(layer.per_token[saves_attention(context)] for layer in layers):
         _reserve(layers, context)
     else:
         context.state(_Pending).reserve = partial(_reserve, layers, context)
+
+
+def make_room_to_save(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Gives idle buffers back before a state dict is made, if host memory is short of twice the weights.
+
+    A checkpoint has the weights and a copy that is being written, or AdamW's two states, in host memory. The next step
+    makes the buffers again.
+    """
+    make_room(2 * sum(x.nbytes for x in model.parameters()))
 
 
 def _reserve(layers: Sequence[CheckpointedLayer], context: BatchContext) -> None:

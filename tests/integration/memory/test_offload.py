@@ -227,6 +227,22 @@ def test_host_memory_that_runs_out_in_a_forward_ends_all_ranks_at_the_next(ranks
     assert "rank 0: HostMemoryFull: offload_above needs 3.0 GiB more" in other[1]
 
 
+def test_a_state_dict_takes_the_place_of_idle_buffers_where_memory_is_short() -> None:
+    """A checkpoint of all weights could not be gathered in host memory that the last step's buffers filled."""
+    model: Any = tiny("llama", "ring_fp32").train()
+    checkpoint(model, **stock())
+    batch = hf_ring_attn.shard(tokens(23), config=RingConfig(offload_above=0, self_check=False))
+    with batch:
+        model(**batch.inputs).loss.backward()
+    buffers = host_memory.host_memory(torch.device("cpu")).buffers
+    assert buffers.idle
+    model.state_dict()
+    assert buffers.idle, "there is room for both"
+    with mock.patch.object(host_memory, "free_bytes", return_value=1 << 30):
+        model.state_dict()
+    assert not buffers.idle
+
+
 def test_a_layer_that_changes_its_input_is_refused() -> None:
     model: Any = tiny("llama", "ring_fp32").train()
     checkpoint(model, **stock())
