@@ -221,7 +221,7 @@ EXPERTS, ROWS, DPO = "2026-11-28-experts", "2026-11-28-any-loss", "2026-11-29-dp
 TWO_8K, KEPT = "2026-11-29-two-gpus-8k", "2026-11-29-kept-layers"
 BLOCKS, LONGEST_70B = "2026-11-27-ampere-blocks", "2026-11-30-longest-70b"
 ONE_GPU, THREE = "2026-11-30-recipes-one-gpu", "2026-11-30-three-recipes"
-MILLION = "2026-11-30-million-and-pictures"
+MILLION, FULL_ON_TWO = "2026-11-30-million-and-pictures", "2026-11-30-full-1m-two-gpus"
 ON_ONE, ON_TWO, AGAIN = "2026-11-24-one-gpu-step", "2026-11-24-two-gpu-steps", "2026-11-24-two-gpu-steps-2"
 STEPS = [
     ("8K", "2 x H200", "", AGAIN, "ring_8K", "own_8K"),
@@ -379,7 +379,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "qlora32_seconds": lambda: seconds(LONGEST_70B, "qlora_32b"),
     "host_checkpoints": lambda: f"{offload_costs():.1f} %",
     "host_checkpoints_gib": lambda: f"{gib(LONGEST_70B, 'lora_128k')} to {gib(LONGEST_70B, 'lora_128k_host')} GiB",
-    "full_1m": lambda: f"{step(FULL_1M, 'full_1M')['seconds_per_step']:,.0f} s and {gib(FULL_1M, 'full_1M')} GiB",
+    "full_1m": lambda: (
+        f"{step(FULL_ON_TWO, 'full_1m')['seconds_per_step']:,.0f} s and {gib(FULL_ON_TWO, 'full_1m')} GiB"
+    ),
     "two_128k_median": lambda: f"{share(EIGHT, 'speed', RING, 128 * K)[0]:.1f} %",
     "two_128k_ulysses": lambda: f"{share(EIGHT, 'speed', ULYSSES, 128 * K)[0]:.1f} %",
     "spread_32k": lambda: f"{spread(32 * K):.0f}",

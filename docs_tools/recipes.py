@@ -8,6 +8,7 @@ from typing import NamedTuple
 from .numbers import (
     FOUR,
     FULL_1M,
+    FULL_ON_TWO,
     H100,
     H100_1M,
     H100_32B,
@@ -90,6 +91,7 @@ RUNS = {
         Measured("57,344", "1 x H200", LARGE, "QLoRA, `mlp_tokens=8192`, no ring", QLORA, "q70_56K"),
     ],
     "full-1m": [
+        Measured("1,048,576", "2 x H200", SMALL_QWEN, "this recipe by its run.sh with `optim=adamw_torch_8bit`, `ring.offload_above=48`", FULL_ON_TWO, "full_1m"),
         Measured("1,048,576", "2 x H200", LLAMA, "all weights, `mlp_tokens=16384`, `offload_above=32`, Liger, `adamw_torch_8bit`", FULL_1M, "full_1M"),
         Measured("1,048,576", "2 x H200", LLAMA, "all weights of two layers, no `offload_above`, the rest the same", LONGEST, "full_1M_layers"),
         Measured("524,288", "1 x H200", LLAMA, "all weights with a window of 4096, `offload_above=28`, the rest the same, no ring", H200_FULL, "full_512K_window"),
@@ -108,8 +110,6 @@ RUNS = {
 }  # fmt: skip
 MISSING = "Not measured: seconds a step, GiB a GPU and the first loss"
 NOT_MEASURED = {
-    "full-1m": f"{MISSING} of Qwen3-8B. On a GPU this recipe ran with one of the model's layers, in a ring whose ranks shared it, "
-    "with the loss of one process ([results](../../recipes/results/2026-11-30-full-1m-one-layer)). The nearest measured steps:",
     "multi-node": f"{MISSING} of rings on several machines. On GPUs it ran as two nodes that share one, with the losses of one "
     "process ([results](../../recipes/results/2026-11-30-nodes-of-rings)).",
 }

@@ -283,7 +283,7 @@ MEASURED_OF_70B = [  # the last three by the run.sh of recipes
 ]
 RECIPES_ON_ONE = "2026-11-30-recipes-one-gpu"
 THREE, AT_128K = "2026-11-30-three-recipes", {"gpus": 2, "tokens": 131072}
-MILLION = "2026-11-30-million-and-pictures"
+MILLION, FULL_ON_TWO = "2026-11-30-million-and-pictures", "2026-11-30-full-1m-two-gpus"
 ON_ONE_H200 = {"method": "full", "optimizer": "adamw_8bit", "offload_above": 0.0, "wrapped": True, **SAVED}
 MEASURED_BY_RECIPES = [
     Filed(RECIPES_ON_ONE, "extend_context", {"gpus": 1, "tokens": 131072, **ON_ONE_H200}, shape=QWEN3_8B),
@@ -292,6 +292,7 @@ MEASURED_BY_RECIPES = [
     Filed(
         MILLION, "lora_1m", {"gpus": 2, "tokens": 1048576, "mlp_tokens": 16384, "offload_above": 48.0}, shape=QWEN3_8B
     ),
+    Filed(FULL_ON_TWO, "full_1m", {**FULL, "liger": False, "offload_above": 48.0}, shape=QWEN3_8B),
 ]
 
 ALL = [

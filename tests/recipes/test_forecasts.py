@@ -41,10 +41,10 @@ FORECASTS: list[tuple[str, str, str]] = [
       for name in ("extend-context", "lora-1m", "qlora-32b", "qlora-70b")),
     ("lora-1m", "", r"take\s(?P<host>\d+) GiB of host memory per process on eight GPUs"),
     ("lora-1m", ON_TWO, r"and (?P<host>\d+) GiB on two"),
-    ("full-1m", f"{ON_TWO} --offload-above 0", r"On 2 x H200 it forecasts (?P<seconds>[\d.,]+) s and\s(?P<gib>[\d.]+) "
-     r"GiB with all checkpoints in host memory \(`--set ring.offload_above=0`, (?P<host>\d+) GiB"),
-    ("full-1m", f"{ON_TWO} --optimizer adamw_8bit", r"or (?P<gib>[\d.]+) GiB with AdamW in 8 bits\s.*; (?P<host>\d+) "
-     r"GiB of host memory"),
+    ("full-1m", f"{ON_TWO} --optimizer adamw_8bit --offload-above 48", r"(?P<seconds>[\d.,]+) s and (?P<gib>[\d.]+) "
+     r"GiB with `ring.offload_above=48` \((?P<host>\d+) GiB"),
+    ("full-1m", f"{ON_TWO} --optimizer adamw_8bit --offload-above 0", r"(?P<gib>[\d.]+) GiB with "
+     r"`ring.offload_above=0` \((?P<host>\d+) GiB"),
 ]  # fmt: skip
 """A recipe, flags beside those of its page's command, and what the page says of them."""
 
