@@ -51,7 +51,7 @@ def calls_with_whole_rows(trainer: Any, model: nn.Module, whole: Any) -> bool:
     has_own = program_methods.is_own(trainer, "compute_loss") and not takes_count(trainer)
     has_own = has_own or trainer.compute_loss_func is not None or shared_losses.has_own_function(trainer.model)
     is_of_whole_rows = not OF_WHOLE_ROWS.isdisjoint(map(target_of, type(trainer).__mro__))
-    refused = _REFUSED_LOSSES.get(trainer, {})
+    refused = refused_losses(trainer)
     was_refused = True in refused or model.training in refused
     if loss == "gathered" or is_of_whole_rows or was_refused or not isinstance(whole, Mapping):
         return True
@@ -94,7 +94,7 @@ def whole_row_step(trainer: Any, model: nn.Module, whole: Any) -> Iterator[None]
         with handed, counted, sharded_calls(trainer, model, True), loss_graph.names_past_outputs():
             yield
     except Exception as error:
-        refused, said = _REFUSED_LOSSES.get(trainer, {}).get(model.training), str(error).split(". ")[0]
+        refused, said = refused_losses(trainer).get(model.training), str(error).split(". ")[0]
         is_of_ring = isinstance(error, KeyError) and error.args[0] in LOSS_INPUTS  # the program's loss is for a ring
         if refused is not None and (is_of_ring or (said and said in str(refused))):
             _UNSAID.pop(trainer, None)  # whole rows fail alike: the error says it best
@@ -133,7 +133,7 @@ _UNSAID: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """The warning about a trainer's losses of whole rows, said once one has been computed."""
 
 _REFUSED_LOSSES: weakref.WeakKeyDictionary[Any, dict[bool, errors.Refused]] = weakref.WeakKeyDictionary()
-"""Trainers whose loss needs whole rows: what refused that of a rank's tokens in training (True), in evaluation."""
+"""Trainers whose loss needs whole rows: see `refused_losses`."""
 
 
 def of_sharded(trainer: Any, model: nn.Module, whole: Any, compute: Callable[[], Any]) -> Any:
@@ -149,6 +149,11 @@ def of_sharded(trainer: Any, model: nn.Module, whole: Any, compute: Callable[[],
     except NEEDS_WHOLE_ROWS as error:
         take_whole_rows(trainer, model, error)
     return None
+
+
+def refused_losses(trainer: Any) -> Mapping[bool, errors.Refused]:
+    """What refused the trainer's loss of a rank's tokens in training (True), in evaluation; empty if nothing did."""
+    return _REFUSED_LOSSES.get(trainer, {})
 
 
 def take_whole_rows(trainer: Any, model: nn.Module, error: errors.Refused) -> None:

@@ -58,17 +58,23 @@ def without_ring(ranks: Ranks, run: Run, mesh: Mesh) -> Outcome:
     return ranks(mesh.alone.size).run(train, run, mesh.alone)[0]
 
 
-def in_rings(ranks: Ranks, run: Run, mesh: Mesh) -> list[Outcome]:
-    """What every rank saw of a run whose rings are those of the mesh."""
+def in_rings(ranks: Ranks, run: Run, mesh: Mesh, is_refused: bool | None = False) -> list[Outcome]:
+    """What every rank saw of a run whose rings are those of the mesh.
+
+    Args:
+        is_refused: the trial step refuses the loss of a rank's tokens, so whole rows take their place; None: it may.
+    """
     outcomes = ranks(mesh.size).run(train, run, mesh)
     assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    if is_refused is not None:
+        assert {outcome.refused != "" for outcome in outcomes} == {is_refused}, outcomes[0].refused
     return outcomes
 
 
-def assert_trains_as_without_ring(ranks: Ranks, run: Run, mesh: Mesh) -> None:
-    """Every rank saw what there is without a ring, predictions too."""
+def assert_trains_as_without_ring(ranks: Ranks, run: Run, mesh: Mesh, is_refused: bool | None = False) -> None:
+    """Every rank saw what there is without a ring, predictions too. ``is_refused``: as for `in_rings`."""
     want = without_ring(ranks, run, mesh)
-    for got in in_rings(ranks, run, mesh):
+    for got in in_rings(ranks, run, mesh, is_refused):
         assert_equal_runs(got, want)
         if want.predictions is not None:
             assert got.predictions is not None
@@ -112,6 +118,7 @@ def assert_equal_outcomes(
         parameters: bound, absolute.
         but: metrics that may differ, with the number of their step; the evaluation comes after the last.
     """
+    assert not got.refused, "whole rows took the place of a rank's tokens"
     for number, (mine, theirs) in enumerate(
         zip([*got.steps, got.evaluation], [*want.steps, want.evaluation], strict=True), 1
     ):

@@ -28,6 +28,7 @@ from transformers import (
 import hf_ring_attn
 from hf_ring_attn import RingAttentionError
 from hf_ring_attn.integration.context.mesh import ring_group
+from hf_ring_attn.integration.hosts.whole_row_steps import refused_losses
 from tests.helpers.jobs.fsdp2_trainers import under_fsdp2, weights_of
 from tests.helpers.jobs.runs import Mesh, Row, Rows, Run
 from tests.helpers.models.tiny_models import tiny
@@ -42,6 +43,7 @@ class Outcome:
     ``log``: loss and grad norm of each step, and what evaluation gave, in order. ``parameters``: those that are
     trained, after the run; ``updates``: how far they are from the model's first weights. ``steps``: those made by this
     process, not by one whose checkpoint it resumed from. ``training_loss``: Trainer's mean over these.
+    ``refused``: why its losses were of whole rows, if the trial step refused those of a rank's tokens.
     """
 
     ring_size: int
@@ -51,6 +53,7 @@ class Outcome:
     steps: int
     generated: list[list[int]]
     training_loss: float | None = None
+    refused: str = ""
     predictions: Tensor | None = None
     label_ids: Tensor | None = None
 
@@ -264,6 +267,7 @@ def train(
             steps=watcher.steps,
             generated=watcher.texts,
             training_loss=training_loss,
+            refused="; ".join(map(repr, refused_losses(trainer).values())),
         )
         if run.predicts:
             rows: Any = run.evaluated.make()

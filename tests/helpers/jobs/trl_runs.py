@@ -15,6 +15,7 @@ from torch import Tensor
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
+from hf_ring_attn.integration.hosts.whole_row_steps import refused_losses
 from tests.helpers.jobs.fsdp2_trainers import weights_of
 from tests.helpers.jobs.runs import Mesh
 from tests.helpers.jobs.trainer_jobs import a_folder, launched
@@ -60,13 +61,17 @@ def quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: the numbers of each step and of the evaluation, and the trained parameters before and after."""
+    """What a run gave: the numbers of each step and of the evaluation, and the trained parameters before and after.
+
+    ``refused``: why its losses were of whole rows, if the trial step refused those of a rank's tokens.
+    """
 
     ring_size: int
     steps: list[dict[str, float]]
     evaluation: dict[str, float]
     before: dict[str, Tensor]
     after: dict[str, Tensor]
+    refused: str = ""
 
 
 def numbers(entry: dict[str, Any]) -> dict[str, float]:
@@ -87,7 +92,8 @@ def outcome(
     host.train(resume_from_checkpoint=checkpoint)
     steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
     evaluated, group = evaluate(host), ring_group(host.accelerator)
-    return Outcome(1 if group is None else group.size(), steps, evaluated, before, weights_of(host.model))
+    refused = "; ".join(map(repr, refused_losses(host).values()))
+    return Outcome(1 if group is None else group.size(), steps, evaluated, before, weights_of(host.model), refused)
 
 
 def first_error(make: Any, case: Any, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:

@@ -325,7 +325,7 @@ RUNS = [
 @pytest.mark.parametrize(("run", "mesh"), by_turns(RUNS))
 @pytest.mark.turns
 def test_it_trains_as_in_one_process(ranks: Ranks, run: Run, mesh: Mesh) -> None:
-    assert_trains_as_without_ring(ranks, run, mesh)
+    assert_trains_as_without_ring(ranks, run, mesh, is_refused=None)
 
 
 def refusal_of_a_loss_for_rings() -> tuple[str, int]:
