@@ -152,7 +152,7 @@ def of_sharded(trainer: Any, model: nn.Module, whole: Any, compute: Callable[[],
 
 
 def refused_losses(trainer: Any) -> Mapping[bool, errors.Refused]:
-    """What refused the trainer's loss of a rank's tokens in training (True), in evaluation; empty if nothing did."""
+    """Errors that refused the loss of a rank's tokens, in training (True) and in evaluation; empty if none did."""
     return _REFUSED_LOSSES.get(trainer, {})
 
 
