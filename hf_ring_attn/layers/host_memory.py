@@ -124,8 +124,9 @@ class Buffers:
 
     def clear(self) -> None:
         """Gives all idle buffers back to the system."""
-        self.free(self.idle)
-        self.idle.clear()  # the list itself: the finalizer has it
+        gone = self.idle[:]
+        del self.idle[: len(gone)]  # of the list itself: the finalizer has it
+        self.free(gone)  # a tensor that goes meanwhile gives its buffer back
 
 
 def unlock(buffers: Sequence[Tensor], device: torch.device | None) -> None:

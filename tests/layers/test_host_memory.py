@@ -242,6 +242,22 @@ def test_idle_buffers_make_room_where_memory_is_short(driver: Driver, free: int,
     memory.buffers.give(in_use)
 
 
+def test_a_buffer_that_is_given_back_while_others_go_stays_and_stays_locked(driver: Driver) -> None:
+    """It was dropped with its pages locked: a tensor may go in a garbage collection at any time."""
+    buffers = Buffers(locked=True)
+    with mock.patch.object(host_memory, "free_bytes", return_value=64 << 30):
+        buffers.reserve([10, 20])
+    in_use, free = buffers.take(10), buffers.free
+
+    def freeing(gone: list[torch.Tensor]) -> None:
+        free(gone)
+        buffers.give(in_use)
+
+    with mock.patch.object(buffers, "free", freeing):
+        buffers.clear()
+    assert buffers.idle == [in_use] and len(driver.locked) == 1
+
+
 def test_a_driver_that_locks_no_more_is_named_and_its_error_is_taken_from_the_next_launch(driver: Driver) -> None:
     driver.refuses = True
     with (

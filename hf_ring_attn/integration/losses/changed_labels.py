@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ... import errors
 from ..context import batch_context
 from ..context.batch_context import BatchContext
+from ..context.introspect import name_of
 from ..context.local_batch import MadeInputs
 from ..context.whole_batch import IGNORED, next_labels
 from ..patching.compiler import uncompiled
@@ -44,6 +46,24 @@ def shifted_anew(function: Any, args: Any, given: dict[str, Any]) -> dict[str, A
     if count is None or (count is counted and not unchanged):  # else the program counted by itself
         count = context.ring.total((shifted != IGNORED).sum()).double() / context.ring.size
     return {**given, "shift_labels": shifted, "num_items_in_batch": count}
+
+
+@uncompiled("hf_ring_attn looks at the labels of a model's call")
+def refuse_whole_labels(model: nn.Module, args: Any, given: dict[str, Any]) -> None:
+    """Refuses labels of whole rows beside logits of one rank's tokens, in a loss that would compare their numbers.
+
+    Raises:
+        OtherInputs: the program passed labels that `shard` never got. All ranks raise it, as they run one program.
+    """
+    context = batch_context.current()
+    logits = given.get("logits", args[0] if args else None)
+    labels = given.get("labels", args[1] if len(args) > 1 else None)
+    if context is None or given.get("shift_labels") is not None or not isinstance(labels, Tensor):
+        return
+    rows, held = context.local_shape
+    is_local = isinstance(logits, Tensor) and logits.shape[:2] == (rows, held)
+    if is_local and held != context.layout.length and labels.shape == (rows, context.layout.length):
+        raise errors.OtherInputs(name_of(model), [], ["labels"])
 
 
 def _shifted(labels: Tensor, context: BatchContext) -> Tensor:

@@ -20,10 +20,13 @@ from ...layers.host_memory import HostMemory, Stored, host_memory, make_room
 from ..context.batch_context import BatchContext
 from ..context.model_record import ModelRecord
 from ..log import warn
+from ..patching import modules
 from .auto_saving import saves_attention
 
 SMALLEST = 1 << 20
 """Bytes below which a tensor stays on a GPU."""
+_SAVING = "saving"
+"""The key of the hook before a model's state dict."""
 
 
 class CheckpointedLayer:
@@ -184,8 +187,8 @@ def reserve(model: nn.Module, record: ModelRecord, context: BatchContext) -> Non
     layers = record.state(CheckpointedLayers)
     if not layers or not record.uses_ring() or not model.training or not torch.is_grad_enabled():
         return
-    if make_room_to_save not in model._state_dict_pre_hooks.values():
-        model.register_state_dict_pre_hook(make_room_to_save)
+    if not modules.attached(model, _SAVING):
+        modules.keep(model, _SAVING, [model.register_state_dict_pre_hook(make_room_to_save)])
     if any(layer.per_token[saves_attention(context)] for layer in layers):
         _reserve(layers, context)
     else:

@@ -83,7 +83,7 @@ def attach(module: nn.Module, key: str, before: Callable[..., Any], after: Calla
         handles: list[Any] = [module.register_forward_pre_hook(before, with_kwargs=True)]
         if after is not None:
             handles += [module.register_forward_hook(after, always_call=True), _End(module, after)]
-        _keep(module, key, handles)
+        keep(module, key, handles)
 
 
 class _End(NamedTuple):
@@ -100,7 +100,7 @@ def replace(module: nn.Module, name: str, value: Any) -> None:
     """Replaces an attribute of ``module`` itself until `remove_all`. A value that was put there so before comes off."""
     for handle in attached(module, name):
         handle.remove()
-    _keep(module, name, [Replaced(module, name, value)])
+    keep(module, name, [Replaced(module, name, value)])
 
 
 def replace_forward(module: nn.Module, kind: type[OwnForward], *given: Any) -> None:
@@ -149,6 +149,7 @@ def programs_own(x: Any) -> Any:
     return getattr(x, "replaced", x) if is_ours(x) else x
 
 
-def _keep(module: nn.Module, key: str, handles: list[Any]) -> None:
+def keep(module: nn.Module, key: str, handles: list[Any]) -> None:
+    """Keeps handles of what was put on ``module`` until `remove_all`, under a key of its own."""
     _HOLDING.add(module)
     module.__dict__.setdefault(_ATTRIBUTE, {})[key] = handles

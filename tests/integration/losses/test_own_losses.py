@@ -358,3 +358,22 @@ def test_no_rank_waits_for_one_whose_loss_did_not_know_an_ignored_label(ranks: R
     of_last_token, other = ranks(2).run(ignoring_zeros)
     assert of_last_token == "Target -100 is out of bounds."
     assert other.startswith("LlamaForCausalLM was called in a ring with ignore_index=0, but a ring marks padding")
+
+
+def test_labels_that_shard_never_got_are_refused_by_name(ranks: Ranks) -> None:
+    """torch said `Expected input batch_size (24) to match target batch_size (46)`."""
+    for error in ranks(2).run(error_of_labels_beside):
+        assert error.startswith("OtherInputs: LlamaForCausalLM was called in a ring with another labels.")
+    assert error_of_labels_beside() == ""  # one process
+
+
+def error_of_labels_beside() -> str:
+    model, batch = tiny("llama", "ring_fp32"), tokens(23)
+    labels = batch.pop("labels")
+    try:
+        sharded = hf_ring_attn.shard(batch)
+        with sharded:
+            model(**sharded.inputs, labels=labels)
+    except RingAttentionError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -241,6 +241,9 @@ def test_a_state_dict_takes_the_place_of_idle_buffers_where_memory_is_short() ->
     with mock.patch.object(host_memory, "free_bytes", return_value=1 << 30):
         model.state_dict()
     assert not buffers.idle
+    hf_ring_attn.uninstall()
+    hf_ring_attn.install()
+    assert not model._state_dict_pre_hooks, "uninstall leaves nothing on a module"
 
 
 def test_a_layer_that_changes_its_input_is_refused() -> None:
