@@ -49,8 +49,8 @@ def shifted_anew(function: Any, args: Any, given: dict[str, Any]) -> dict[str, A
 
 
 @uncompiled("hf_ring_attn looks at the labels of a model's call")
-def refuse_whole_labels(model: nn.Module, args: Any, given: dict[str, Any]) -> None:
-    """Refuses labels of whole rows beside logits of one rank's tokens, in a loss that would compare their numbers.
+def refuse_whole_labels(model: nn.Module, function: Any, args: Any, given: dict[str, Any]) -> None:
+    """Refuses labels of whole rows beside logits of one rank's tokens, in the loss of a causal language model.
 
     Raises:
         OtherInputs: the program passed labels that `shard` never got. All ranks raise it, as they run one program.
@@ -58,7 +58,9 @@ def refuse_whole_labels(model: nn.Module, args: Any, given: dict[str, Any]) -> N
     context = batch_context.current()
     logits = given.get("logits", args[0] if args else None)
     labels = given.get("labels", args[1] if len(args) > 1 else None)
-    if context is None or given.get("shift_labels") is not None or not isinstance(labels, Tensor):
+    if context is None or function is not ForCausalLMLoss:  # another one may know what to do with them
+        return
+    if given.get("shift_labels") is not None or not isinstance(labels, Tensor):
         return
     rows, held = context.local_shape
     is_local = isinstance(logits, Tensor) and logits.shape[:2] == (rows, held)

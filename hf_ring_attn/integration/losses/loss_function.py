@@ -68,7 +68,7 @@ class _Watch:
     def __call__(self, *args: Any, **given: Any) -> Any:
         replaced, uncalled = self.replaced, self.computed.uncalled
         args, given = _with_logits(*args, **given)
-        refuse_whole_labels(self.model, args, given)
+        refuse_whole_labels(self.model, replaced, args, given)
         given = shifted_anew(replaced, args, given)
         if uncalled is not None and not self.computed.is_called:
             return uncalled(replaced, args, given)
