@@ -19,7 +19,7 @@ from .integration.batch.whole_row_calls import WholeRows, whole_rows
 from .integration.context.model_record import configure
 from .sharding.layout import positions
 
-__version__ = "0.3.10"
+__version__ = "0.3.11"
 
 __all__ = [
     "Refused",

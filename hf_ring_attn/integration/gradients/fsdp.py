@@ -163,5 +163,6 @@ def _is_unreduced(weight: Any) -> bool:
 
 _UNREDUCED = (
     "the last backward before its optimizer's step did not reduce gradients, which the step leaves out: call "
-    "set_requires_gradient_sync(True), and set_requires_all_reduce(True), before that backward"
+    "set_requires_gradient_sync(True), and set_requires_all_reduce(True), before that backward. In Trainer leave "
+    "gradient_accumulation_steps as it is while it trains"
 )
