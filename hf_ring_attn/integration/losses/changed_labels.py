@@ -21,16 +21,26 @@ from ..patching.compiler import uncompiled
 
 
 @uncompiled("hf_ring_attn shifts the labels of whole rows")
-def shifted_anew(function: Any, args: Any, given: dict[str, Any]) -> dict[str, Any]:
+def shifted_anew(model: nn.Module, function: Any, args: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of a causal language model's loss, with what belongs to the labels that it gets.
 
     All ranks change labels at one place, or none, as they run one program.
+
+    Raises:
+        OtherInputs: beside logits of a rank's tokens the program passed labels of whole rows, which `shard` never got.
     """
     context = batch_context.current()
+    logits = given.get("logits", args[0] if args else None)
     labels = given.get("labels", args[1] if len(args) > 1 else None)
     if context is None or function is not ForCausalLMLoss or len(args) > 3 or not isinstance(labels, Tensor):
         return given
-    if context.gathers_logits or labels.shape != context.local_shape:
+    if context.gathers_logits:
+        return given
+    if labels.shape != context.local_shape:
+        is_local = isinstance(logits, Tensor) and logits.shape[:2] == context.local_shape
+        is_whole = labels.shape == (context.local_shape[0], context.layout.length)
+        if is_local and is_whole and given.get("shift_labels") is None:
+            raise errors.OtherInputs(name_of(model), [], ["labels"])
         return given
     made, count = context.state(MadeInputs), given.get("num_items_in_batch")
     shifted: Any = given.get("shift_labels")
@@ -46,26 +56,6 @@ def shifted_anew(function: Any, args: Any, given: dict[str, Any]) -> dict[str, A
     if count is None or (count is counted and not unchanged):  # else the program counted by itself
         count = context.ring.total((shifted != IGNORED).sum()).double() / context.ring.size
     return {**given, "shift_labels": shifted, "num_items_in_batch": count}
-
-
-@uncompiled("hf_ring_attn looks at the labels of a model's call")
-def refuse_whole_labels(model: nn.Module, function: Any, args: Any, given: dict[str, Any]) -> None:
-    """Refuses labels of whole rows beside logits of one rank's tokens, in the loss of a causal language model.
-
-    Raises:
-        OtherInputs: the program passed labels that `shard` never got. All ranks raise it, as they run one program.
-    """
-    context = batch_context.current()
-    logits = given.get("logits", args[0] if args else None)
-    labels = given.get("labels", args[1] if len(args) > 1 else None)
-    if context is None or function is not ForCausalLMLoss:  # another one may know what to do with them
-        return
-    if given.get("shift_labels") is not None or not isinstance(labels, Tensor):
-        return
-    rows, held = context.local_shape
-    is_local = isinstance(logits, Tensor) and logits.shape[:2] == (rows, held)
-    if is_local and held != context.layout.length and labels.shape == (rows, context.layout.length):
-        raise errors.OtherInputs(name_of(model), [], ["labels"])
 
 
 def _shifted(labels: Tensor, context: BatchContext) -> Tensor:

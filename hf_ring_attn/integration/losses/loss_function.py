@@ -18,7 +18,7 @@ from ...layers.collectives import gather_sequence
 from ..context import batch_context
 from ..patching.compiler import uncompiled
 from ..patching.modules import Arguments, Replaced, programs_own
-from .changed_labels import refuse_whole_labels, shifted_anew
+from .changed_labels import shifted_anew
 from .local_logits import held
 
 _ATTRIBUTE = "_loss_function"
@@ -68,8 +68,7 @@ class _Watch:
     def __call__(self, *args: Any, **given: Any) -> Any:
         replaced, uncalled = self.replaced, self.computed.uncalled
         args, given = _with_logits(*args, **given)
-        refuse_whole_labels(self.model, replaced, args, given)
-        given = shifted_anew(replaced, args, given)
+        given = shifted_anew(self.model, replaced, args, given)
         if uncalled is not None and not self.computed.is_called:
             return uncalled(replaced, args, given)
         loss = replaced(*args, **given)

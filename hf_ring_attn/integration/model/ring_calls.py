@@ -149,7 +149,7 @@ def _complete(model: nn.Module, args: Any, given: dict[str, Any]) -> Arguments:
     """The inputs of a compiled model, whose loss function cannot be watched: with what belongs to its labels."""
     args, given = _fill_in(model, args, given) or (args, given)
     takes_all = {*introspect.parameters_of(model, LOSS_INPUTS)}.issuperset(LOSS_INPUTS)
-    return args, shifted_anew(getattr(model, "loss_function", None), (), given) if takes_all else given
+    return args, shifted_anew(model, getattr(model, "loss_function", None), (), given) if takes_all else given
 
 
 def _fits(name: str, given: Mapping[str, Any], made: MadeInputs, context: BatchContext) -> bool:

@@ -43,7 +43,7 @@ class Outcome:
     ``log``: loss and grad norm of each step, and what evaluation gave, in order. ``parameters``: those that are
     trained, after the run; ``updates``: how far they are from the model's first weights. ``steps``: those made by this
     process, not by one whose checkpoint it resumed from. ``training_loss``: Trainer's mean over these.
-    ``refused``: why its losses were of whole rows, if the trial step refused those of a rank's tokens.
+    ``refused``: see `refusals_of`.
     """
 
     ring_size: int
@@ -267,7 +267,7 @@ def train(
             steps=watcher.steps,
             generated=watcher.texts,
             training_loss=training_loss,
-            refused="; ".join(map(repr, refused_losses(trainer).values())),
+            refused=refusals_of(trainer),
         )
         if run.predicts:
             rows: Any = run.evaluated.make()
@@ -280,6 +280,11 @@ def train(
             outcome.label_ids = None if found.label_ids is None else torch.as_tensor(found.label_ids)
             outcome.log += numbers([found.metrics or {}])
         return outcome
+
+
+def refusals_of(trainer: Any) -> str:
+    """Why a trainer's losses are of whole rows, if the trial step refused those of a rank's tokens."""
+    return "; ".join(map(repr, refused_losses(trainer).values()))
 
 
 def numbers(log: list[dict[str, Any]]) -> list[dict[str, float]]:

@@ -15,10 +15,9 @@ from torch import Tensor
 import hf_ring_attn
 from hf_ring_attn import RingConfig
 from hf_ring_attn.integration.context.mesh import ring_group
-from hf_ring_attn.integration.hosts.whole_row_steps import refused_losses
 from tests.helpers.jobs.fsdp2_trainers import weights_of
 from tests.helpers.jobs.runs import Mesh
-from tests.helpers.jobs.trainer_jobs import a_folder, launched
+from tests.helpers.jobs.trainer_jobs import a_folder, launched, refusals_of
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "CI": "1"}
 """Nothing is looked up, and TRL's telemetry is not sent."""
@@ -63,7 +62,7 @@ def quiet() -> Iterator[None]:
 class Outcome:
     """What a run gave: the numbers of each step and of the evaluation, and the trained parameters before and after.
 
-    ``refused``: why its losses were of whole rows, if the trial step refused those of a rank's tokens.
+    ``refused``: see `refusals_of`.
     """
 
     ring_size: int
@@ -92,8 +91,8 @@ def outcome(
     host.train(resume_from_checkpoint=checkpoint)
     steps = [numbers(entry) for entry in host.state.log_history if "loss" in entry]
     evaluated, group = evaluate(host), ring_group(host.accelerator)
-    refused = "; ".join(map(repr, refused_losses(host).values()))
-    return Outcome(1 if group is None else group.size(), steps, evaluated, before, weights_of(host.model), refused)
+    ring_size, after = 1 if group is None else group.size(), weights_of(host.model)
+    return Outcome(ring_size, steps, evaluated, before, after, refusals_of(host))
 
 
 def first_error(make: Any, case: Any, mesh: Mesh, ring: RingConfig | None = None, **options: Any) -> str:
