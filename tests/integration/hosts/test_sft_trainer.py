@@ -95,6 +95,7 @@ def compare(ranks: Ranks, case: Case, mesh: Mesh) -> None:
     want = in_one_process(ranks, case, mesh)
     outcomes = ranks(mesh.size).run(trained, case, mesh)
     assert [outcome.ring_size for outcome in outcomes] == [mesh.cp] * mesh.size
+    assert {outcome.refused for outcome in outcomes} == {""}
     assert len(want.steps) == STEPS
     assert any((want.after[name] - p).abs().max() > 1e-3 for name, p in want.before.items()), "nothing was learnt"
     got = outcomes[0]
